@@ -19,12 +19,13 @@ import typer
 from rich.color import Color, ColorSystem
 
 from mesh_attention import __version__, parse_plan, rank_costs
-from mesh_attention.plan.counts import imbalance, sampled_ranks
+from mesh_attention.plan.counts import imbalance
 from mesh_attention.plan.steps import Attend, Direction
-from mesh_attention.planners.costs import limits
+from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.verification.rules import RULES
 from mesh_attention_lab.cli.main import COMMANDS, app, main
 from mesh_attention_lab.cli.plan import PALETTE
+from mesh_attention_lab.comparison import sampled_ranks
 
 EXAMPLE = "plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal"
 GOLDEN = Path(__file__).parent / "golden" / "cli"
@@ -219,7 +220,7 @@ def test_ring_and_the_lower_bound_are_the_measures_of_the_comparison(
 ) -> None:
     answer = as_json(run(f"{EXAMPLE} {options} --json"))
     rows, bound = answer["comparison"]["rows"], answer["comparison"]["bound_nbytes"]
-    assert bound == limits(parse_plan(answer["plan"]).problem, direction).received_nbytes
+    assert bound == least_received_nbytes(parse_plan(answer["plan"]).problem, direction)
     (ring,) = (row for row in rows if row["method"] == "ring")
     for row in rows:
         assert row["against_ring"] == row["received_nbytes"] / ring["received_nbytes"]

@@ -19,7 +19,6 @@ from mesh_attention.machine.cluster import (
     Facts,
     Machine,
     calibrated_file,
-    keep_calibrated,
     keep_measured,
     known_machine,
     measured_file,
@@ -35,6 +34,7 @@ from mesh_attention.plan.layout import Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planners.choice import Choice, least_volume_choice
 from mesh_attention.topology import Link
+from mesh_attention_lab.cli.calibrate import keep_calibrated
 from mesh_attention_lab.cli.main import main
 
 H200 = "NVIDIA H200"

@@ -566,7 +566,9 @@ REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], str]] = {
         "q is torch.float32 on cpu: the cache is torch.float64 on cpu",
     ),
     "uneven heads": (
-        lambda cache: cache.decode({0: 1}).attend(0, *[[torch.zeros(1, 1, 3, 4).double()] * 2] * 3),
+        lambda cache: cache.decode({0: 1}).attend(
+            0, *([torch.zeros(1, 1, n, d).double()] * 2 for n, d in ((3, 4), *SHAPES[1:]))
+        ),
         "3 heads cannot share 2 KV heads evenly",
     ),
     "bad scale": (

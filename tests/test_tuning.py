@@ -22,7 +22,12 @@ from mesh_attention.masks import Mask, documents, window
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.steps import DIRECTIONS, Attend, Direction
 from mesh_attention.planners.choice import FAMILIES, Choice
-from mesh_attention.planners.costs import least_volume_degree, least_volume_tile, limits
+from mesh_attention.planners.costs import (
+    least_nbytes_on_heads,
+    least_received_nbytes,
+    least_volume_degree,
+    least_volume_tile,
+)
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning import tune as tune_module
@@ -235,11 +240,11 @@ def test_no_plan_with_even_work_moves_less_than_the_bound(plan: object) -> None:
     assume(min(flops) == max(flops) and asked.seq_q % asked.ranks == 0 and asked.seq_kv % asked.ranks == 0)
     assume(not plan.schedule.keep)  # type: ignore[attr-defined]
     received = sum(sum(b.payload for b in cost.received.values()) for cost in costs) / len(costs)
-    least = limits(asked, direction)
-    assert received >= least.received_nbytes * (1 - 1e-9)
+    assert received >= least_received_nbytes(asked, direction) * (1 - 1e-9)
     if plan.assignment.ulysses_degree == 1:  # type: ignore[attr-defined]
-        assert received >= least.whole_heads_nbytes * (1 - 1e-9)
-    assert flops[0] == pytest.approx(least.flops)
+        whole_heads_nbytes = least_nbytes_on_heads(asked, direction, asked.batch * asked.kv_heads)
+        assert received >= whole_heads_nbytes * (1 - 1e-9)
+    assert flops[0] == pytest.approx(asked.flops(direction) / asked.ranks)
 
 
 @pytest.mark.parametrize(("mask", "share"), [(full(), 1.0), (causal(), 0.5)], ids=str)
@@ -254,23 +259,25 @@ def test_the_bound_is_the_formula(mask: object, share: float, group: int) -> Non
         "backward": 2 * sqrt(12 * area / group) - 3 - 4 / group,
     }
     for direction in DIRECTIONS:
-        assert limits(asked, direction).whole_heads_nbytes / unit == pytest.approx(whole[direction], rel=1e-3)
+        assert least_nbytes_on_heads(asked, direction, heads // group) / unit == pytest.approx(
+            whole[direction], rel=1e-3
+        )
     split = 4 * sqrt(area / heads) - (2 + 2 / group) / (heads / group)
-    assert limits(asked, "forward").received_nbytes / unit == pytest.approx(split, rel=1e-3)
+    assert least_received_nbytes(asked, "forward") / unit == pytest.approx(split, rel=1e-3)
 
 
 def test_the_bound_grows_with_the_batch_and_takes_no_longer() -> None:
     asked = problem(8, heads=8, kv_heads=8, mask=causal())
     small, large = (replace(asked, batch=batch) for batch in (512, 1 << 40))
-    per_entry = limits(small, "forward").received_nbytes / small.batch
-    assert limits(large, "forward").received_nbytes / large.batch == pytest.approx(per_entry, rel=1e-3)
+    per_entry = least_received_nbytes(small, "forward") / small.batch
+    assert least_received_nbytes(large, "forward") / large.batch == pytest.approx(per_entry, rel=1e-3)
 
 
 def test_ulysses_on_as_many_ranks_as_heads_meets_the_bound() -> None:
     asked = problem(8, heads=8, kv_heads=8, mask=full())
     received = [rank_costs(make_plan(asked, method="ulysses"), rank).received for rank in range(8)]
     moved = sum(sum(b.payload for b in kinds.values()) for kinds in received) / 8
-    assert moved == pytest.approx(limits(asked, "forward").received_nbytes)
+    assert moved == pytest.approx(least_received_nbytes(asked, "forward"))
 
 
 # Candidates

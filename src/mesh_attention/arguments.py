@@ -102,8 +102,8 @@ class CallOptions(NamedTuple):
             )
         return mask
 
-    def softmax(self, problem: Problem) -> Softmax:
-        scale = problem.head_dim_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
+    def softmax(self, head_dim: int) -> Softmax:
+        scale = head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
         if not SMALLEST_FACTOR <= scale <= LARGEST_FACTOR:
             raise UsageError(
                 f"softmax_scale={scale}: expected {FACTOR_RANGE}; to get the effect of this one, "

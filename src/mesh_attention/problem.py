@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Literal
 
-from mesh_attention.errors import MaskError, ProblemError
+from mesh_attention.errors import MaskError, ProblemError, UsageError
 from mesh_attention.masks import Mask, full
 from mesh_attention.units import brief
 
@@ -71,8 +71,7 @@ class Problem:
             value = getattr(self, f.name)
             if f.name in ("dtype", "mask"):
                 continue
-            if type(value) is not int or value < 1:
-                raise ProblemError(f"{f.name}={brief(value)}: expected a whole number of at least 1")
+            check_whole(ProblemError, **{f.name: value})
             most = MOST_RANKS if f.name == "ranks" else MOST
             if value > most:
                 raise ProblemError(f"{f.name}={brief(value)}: expected at most {most:,}")
@@ -105,6 +104,13 @@ class Problem:
         """Floating-point operations of `pairs` pairs (default: all of them), over all heads and batch entries."""
         per_pair = flops_per_pair(direction, qk=self.head_dim_qk, v=self.head_dim_v)
         return (self.pairs if pairs is None else pairs) * self.batch * self.heads * per_pair
+
+
+def check_whole(error: type[UsageError], least: int = 1, **values: object) -> None:
+    """Raise this error for the first value, by name, that is not a whole number of at least `least`."""
+    for name, value in values.items():
+        if type(value) is not int or value < least:
+            raise error(f"{name}={brief(value)}: expected a whole number of at least {least}")
 
 
 def flops_per_pair(direction: Direction, *, qk: int, v: int) -> int:

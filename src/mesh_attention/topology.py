@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any, Literal
 
 from mesh_attention.errors import TopologyError
-from mesh_attention.problem import Direction
+from mesh_attention.problem import Direction, check_whole
 
 RUN = 128
 """Tokens that one unit of a device's width works on at a time."""
@@ -109,10 +109,8 @@ class Topology:
     full_duplex: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "ranks_per_node", "nics_per_node"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise TopologyError(f"{name}={value!r}: expected a whole number of at least 1")
+        ranks, ranks_per_node, nics = self.ranks, self.ranks_per_node, self.nics_per_node
+        check_whole(TopologyError, ranks=ranks, ranks_per_node=ranks_per_node, nics_per_node=nics)
         for name, wanted in (("device", Device), ("inside", Link), ("between", Link)):
             if not isinstance(getattr(self, name), wanted):
                 raise TopologyError(f"{name}={getattr(self, name)!r}: expected a {wanted.__name__}(...)")

@@ -5,10 +5,7 @@ Everything shown to a person goes through here: three significant digits and a u
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-
-from mesh_attention.errors import ParseError
 
 GIB = 2**30
 
@@ -26,8 +23,7 @@ BYTES: Units = (("B", 1), ("KiB", 1024), ("MiB", 1024**2), ("GiB", GIB), ("TiB",
 TIMES: Units = (("ns", 1), ("µs", 10**3), ("ms", 10**6), ("s", 10**9))
 SECONDS = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0))
 
-_TOKENS = {"": 1, "k": 1024, "m": 1024**2}
-_NBYTES = {unit[0].lower(): scale for unit, scale in BYTES[1:]}
+TOKENS = {"": 1, "k": 1024, "m": 1024**2}
 _MINUTES_FROM_S = 120.0
 _ROUNDING_S = 5e-10
 
@@ -41,40 +37,14 @@ def brief(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# Reading
-
-
-def parse_size(option: str, text: str) -> int:
-    """``4096``, ``128k`` or ``1m``; k is 1024."""
-    match = re.fullmatch(r"([0-9]{1,18})([km]?)", text.strip().lower())
-    if match is None:
-        raise ParseError(f"{option} {text!r}: expected a whole number such as 4096, 128k or 1m (k is 1024)")
-    return int(match[1]) * _TOKENS[match[2]]
-
-
-def parse_whole(option: str, text: str, *, least: int = 1) -> int:
-    if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or int(text) < least:
-        raise ParseError(f"{option} {text!r}: expected a whole number, {least} or more, of at most 18 digits")
-    return int(text)
-
-
-def parse_nbytes(option: str, text: str) -> int:
-    """``20GiB``, ``512MiB`` or ``20g``; g is 1024³. A number without a unit is refused, and so is GB."""
-    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([kmgt])(?:ib)?", text.strip().lower())
-    nbytes = 0 if match is None else int(float(match[1]) * _NBYTES[match[2]])
-    if nbytes < 1:
-        raise ParseError(f"{option} {text!r}: expected bytes above 0 with a unit, such as 20GiB, 512MiB or 20g (GiB)")
-    return nbytes
-
-
 # Writing
 
 
 def format_size(tokens: float) -> str:
-    """The inverse of `parse_size`, in its largest exact unit: 131072 is 128k; 100000 is 100,000."""
+    """Tokens in their largest exact unit: 131072 is 128k; 100000 is 100,000."""
     for unit in ("m", "k"):
-        if tokens and tokens % _TOKENS[unit] == 0:
-            return f"{tokens / _TOKENS[unit]:.0f}{unit}"
+        if tokens and tokens % TOKENS[unit] == 0:
+            return f"{tokens / TOKENS[unit]:.0f}{unit}"
     return f"{tokens:,.0f}"
 
 

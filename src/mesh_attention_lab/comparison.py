@@ -8,11 +8,11 @@ from math import gcd
 from typing import Any, cast
 
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.counts import MANY_RANKS, RankCosts, imbalance, rank_costs, sampled_ranks
+from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS, RankCosts, imbalance, rank_costs
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planners.choice import Choice, Family, default_layout
-from mesh_attention.planners.costs import limits, received_by_tile
+from mesh_attention.planners.costs import least_received_nbytes, received_by_tile
 from mesh_attention.planners.make import StatedStrategy, make_plan
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
@@ -137,7 +137,7 @@ def compare(plan: Plan, choice: Choice, *, report: Progress) -> Comparison:
     for rival, counted in zip(plans, costs, strict=True):
         if rival.method == "ring" and rival.assignment.ulysses_degree == 1:
             ring = max(cost.received_nbytes for cost in counted)
-    bound = limits(plan.problem, plan.direction).received_nbytes
+    bound = least_received_nbytes(plan.problem, plan.direction)
     # What forward kept is not received again: the bound does not hold.
     least = 0 if plan.schedule.keep and plan.direction == "backward" else bound
     rows = [_row(rival, counted, ring, least, rival == plan) for rival, counted in zip(plans, costs, strict=True)]
@@ -226,3 +226,12 @@ def startrail(tuning: Tuning, problem: Problem, topology: Topology, *, memory_li
 def _startrail_degree(choice: Choice) -> int | None:
     """The degree whose blocks a choice computes without Ulysses; None for other choices."""
     return None if choice.assignment.ulysses_degree > 1 or choice.keep else choice.assignment.tile.rows
+
+
+def sampled_ranks(ranks: int, *, all_up_to: int = ALL_RANKS, sample: int = 16) -> tuple[int, ...]:
+    """Every rank if there are at most `all_up_to`, otherwise a sample spread evenly from the first to the last; of many
+    ranks, these two."""
+    if ranks <= all_up_to:
+        return tuple(range(ranks))
+    sample = 2 if ranks >= MANY_RANKS else sample
+    return tuple(index * (ranks - 1) // (sample - 1) for index in range(sample))

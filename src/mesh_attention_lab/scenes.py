@@ -8,7 +8,6 @@ from math import gcd
 from pathlib import Path
 
 from mesh_attention.plan.assignment import Tile, divisors, tiles_of
-from mesh_attention.plan.counts import sampled_ranks
 from mesh_attention.plan.layout import Layout, TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice, default_layout
@@ -18,7 +17,7 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress, part_report
-from mesh_attention_lab.comparison import single_block_plan, usual_ring_plan
+from mesh_attention_lab.comparison import sampled_ranks, single_block_plan, usual_ring_plan
 from mesh_attention_lab.drawing.page import Scene, write_page
 from mesh_attention_lab.drawing.trace import write_trace
 

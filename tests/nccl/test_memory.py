@@ -17,7 +17,7 @@ TOKENS = 2048
 PLANNERS = ("ring, routed", "mesh", "mesh, kept", "attention2d", "ulysses", "ulysses x mesh")
 HOSTS = {"the host waits for each pass": True, "the host runs ahead": False}
 ROOM = 3 * 2**20
-"""Bytes that a pass may allocate beyond those stated: torch's allocator does not split off less than a MiB of a block."""
+"""Bytes that a pass may allocate beyond those stated: of a block, torch's allocator splits off no less than a MiB."""
 WAITING = 3.0
 """How many times the stated bytes it may hold, with what NCCL still reads while the host runs ahead of the device."""
 

@@ -66,7 +66,7 @@ class Call:
 def derive_problem(options: CallOptions, kinds: QkvKinds, ranks: int) -> tuple[Problem, Softmax]:
     """Problem and softmax of a call, from checked options and one rank's tensors. Cached: every call asks for them."""
     problem = options.problem(*kinds, ranks=ranks)
-    return problem, options.softmax(problem)
+    return problem, options.softmax(problem.head_dim_qk)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mesh_attention.plan.footprint import held_nbytes, shared_buffers
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.kernel_calls import KernelCall, kernel_calls, scratch_of_steps
 from mesh_attention.plan.plan import Plan
-from mesh_attention.plan.program import stops
+from mesh_attention.plan.program import Stop, stops
 from mesh_attention.plan.steps import AXIS_OF, Item, Kind, effects, running, transfers
 
 
@@ -117,18 +117,13 @@ def compile_program(plan: Plan, rank: int) -> Compiled:
     program, matrix = plan.steps(rank), plan.matrix
     kept = matrix.kept(plan.schedule.keep, rank)
     calls = kernel_calls(program, matrix, kept)
-    compiling = _Compiling(matrix, _allocations(program, matrix, kept))
-    instructions = []
-    for stop in stops(program):
-        steps, index = program[stop.span.start : stop.span.stop], stop.span.start
-        details = compiling.step(steps[0], calls.get(index, ()))
-        turn = steps if stop.is_turn else ()
-        instructions.append(Instruction(index, steps[0], stop.arrivals, stop.departures, *details, turn))
+    compiling = _Compiling(program, matrix, _allocations(program, matrix, kept))
+    instructions = tuple([compiling.instruction(stop, calls.get(stop.span.start, ())) for stop in stops(program)])
     return Compiled(
         plan,
         rank,
         program,
-        tuple(instructions),
+        instructions,
         compiling.allocations,
         *_moved(program, matrix, compiling.allocations, rank),
         tuple(item for group in kept for item in group),
@@ -149,23 +144,17 @@ def stretched(compiled: Compiled, plan: Plan) -> Compiled:
         a.items: lay_out(a.items, new) for a in compiled.allocations.values() if AXIS_OF[a.items[0].kind] == "col"
     }
     allocations = {item: changed.get(a.items, a) for item, a in compiled.allocations.items()}
-    segments: dict[Segment, Segment] = {}
-    bounds: dict[tuple[Item, ...], dict[int, int]] = {}
+    now: dict[tuple[tuple[Item, ...], Segment], tuple[Segment, TokenSpan]] = {}  # of segments in buffers
     for items, allocation in changed.items():
-        before = compiled.allocations[items[0]]
-        for item in items:
-            segments.update(zip(old.positions(item), new.positions(item), strict=True))
-            spans = zip(before.spans[item], allocation.spans[item], strict=True)
-            bounds.setdefault(items, {}).update(pair for span in spans for pair in zip(*span, strict=True))
+        for item in items:  # what is staged has one span, and no call reads it
+            places = zip(old.positions(item), new.positions(item), allocation.spans[item], strict=False)
+            now |= {(items, before): (after, span) for before, after, span in places}
 
     def call(known: CompiledCall) -> CompiledCall:
-        span, mask = known.kv_span, known.mask
-        if span is not None:
-            ends = bounds[compiled.allocations[known.kv].items]
-            span = TokenSpan(ends[span.start], ends[span.stop])
-        kv = tuple(segments[segment] for segment in mask.kv)
-        problem = plan.problem
-        mask = CallMask(mask.form, problem.mask, mask.q, kv, problem.seq_q, problem.seq_kv)
+        items, problem = compiled.allocations[known.kv].items, plan.problem
+        kv, spans = zip(*(now[items, segment] for segment in known.mask.kv), strict=True)
+        span = None if known.kv_span is None else TokenSpan(spans[0].start, spans[-1].stop)
+        mask = CallMask(known.mask.form, problem.mask, known.mask.q, kv, problem.seq_q, problem.seq_kv)
         return replace(known, kv_span=span, mask=mask)
 
     instructions = tuple(
@@ -307,15 +296,6 @@ def _spans_of(segments: Iterable[Segment], held: list[tuple[Segment, TokenSpan]]
         yield TokenSpan(start, start + len(segment))
 
 
-class _Details(NamedTuple):
-    """The parts of an instruction other than its step and its waits."""
-
-    opens: tuple[Item, ...]
-    calls: tuple[CompiledCall, ...] = ()
-    stretches: tuple[Stretch, ...] = ()
-    blanks: tuple[Stretch, ...] = ()
-
-
 class _Part(NamedTuple):
     """One segment of a running sum, and where its tokens are on the other side."""
 
@@ -328,25 +308,30 @@ class _Part(NamedTuple):
 class _Compiling:
     """Compiles steps in order; `touched` has the segments of running sums that were added to so far."""
 
+    steps: tuple[ops.Step, ...]
     matrix: BlockMatrix
     allocations: dict[Item, Allocation]
     touched: dict[Item, set[int]] = field(default_factory=dict)
     owners: dict[tuple[Item, ...], dict[Segment, tuple[Item, int]]] = field(default_factory=dict)
 
-    def step(self, step: ops.Step, calls: Sequence[KernelCall]) -> _Details:
+    def instruction(self, stop: Stop, calls: Sequence[KernelCall]) -> Instruction:
+        steps, index = self.steps[stop.span.start : stop.span.stop], stop.span.start
+        step, turn = steps[0], steps if stop.is_turn else ()
         opens = tuple(item for item in effects(step).adds if item not in self.touched)
-        for item in opens:
-            self.touched[item] = set()
+        self.touched |= {item: set() for item in opens}
+        compiled_calls: tuple[CompiledCall, ...] = ()
+        stretches: tuple[Stretch, ...] = ()
+        blanks: tuple[Stretch, ...] = ()
         match step:
             case ops.Attend():
-                return _Details(opens, calls=tuple(self._call(call, step) for call in calls))
+                compiled_calls = tuple(self._call(call, step) for call in calls)
             case ops.Merge(partial):
-                return _Details(opens, stretches=self._merged(partial))
+                stretches = self._merged(partial)
             case ops.Finish(item):
                 stretches, blanks = self._finished(item)
-                return _Details(opens, stretches=stretches, blanks=blanks)
             case _:
-                return _Details(opens)
+                pass
+        return Instruction(index, step, stop.arrivals, stop.departures, opens, compiled_calls, stretches, blanks, turn)
 
     def _call(self, call: KernelCall, attend: ops.Attend) -> CompiledCall:
         problem = self.matrix.problem

@@ -204,19 +204,6 @@ def calibrated_file(device: str) -> Path | None:
     return None if folder is None else folder / f"{slug(device)}.toml"
 
 
-def keep_calibrated(device: str, text: str) -> Path:
-    """Write a calibrated cluster where groups on this device look for it."""
-    path = calibrated_file(device)
-    if path is None:
-        raise UsageError("--keep: this user has no home directory; set XDG_CONFIG_HOME")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_at_once(path, text)
-    except OSError as error:
-        raise UsageError(f"--keep: {path}: {(error.strerror or str(error)).lower()}; set XDG_CONFIG_HOME") from error
-    return path
-
-
 def measured_file(problem: Problem, facts: Sequence[Facts], transport: str) -> Path | None:
     """Where the measurement of such a group is kept: by hosts, devices, transport and NCCL's settings, dtype and head
     sizes."""

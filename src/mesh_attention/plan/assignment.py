@@ -23,7 +23,7 @@ from math import isqrt
 from typing import Any, Literal
 
 from mesh_attention.errors import ParseError, TileError
-from mesh_attention.problem import Problem
+from mesh_attention.problem import Problem, check_whole
 from mesh_attention.units import brief
 
 Axis = Literal["row", "col"]
@@ -89,8 +89,7 @@ class Assignment:
 
     def __post_init__(self) -> None:
         inner, tile = self.inner, self.tile
-        if type(self.waves) is not int or self.waves < 1:
-            raise TileError(f"waves={brief(self.waves)}: expected a whole number of at least 1")
+        check_whole(TileError, waves=self.waves)
         if self.cut not in CUTS:
             raise TileError(f"cut={brief(self.cut)}: expected {' or '.join(CUTS)}")
         if self.waves == 1 and self.cut == "rows":

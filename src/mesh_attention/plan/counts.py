@@ -21,7 +21,6 @@ class RankCosts:
     received: dict[Kind, Bytes]
     flops: int
     peak_nbytes: int
-    attends: int
     kernel_calls: int
     messages: int
 
@@ -47,7 +46,6 @@ def rank_costs(plan: Plan, rank: int) -> RankCosts:
         received=_by_kind(received, matrix),
         flops=program_flops(plan, program),
         peak_nbytes=program.peak_nbytes,
-        attends=len(calls),
         kernel_calls=sum(map(len, calls.values())),
         messages=sum(map(matrix.runs, sent)),
     )
@@ -74,18 +72,9 @@ def imbalance(flops: Iterable[int]) -> float:
     return max(flops) / mean - 1 if mean else 0.0
 
 
-ALL_RANKS, SAMPLED_RANKS = 64, 16
+ALL_RANKS = 64
 MANY_RANKS = 2048
 """From here on, the program of one rank takes up to seconds to build, and few are."""
-
-
-def sampled_ranks(ranks: int, *, all_up_to: int = ALL_RANKS, sample: int = SAMPLED_RANKS) -> tuple[int, ...]:
-    """Every rank if there are at most `all_up_to`, otherwise a sample spread evenly from the first to the last; of many
-    ranks, these two."""
-    if ranks <= all_up_to:
-        return tuple(range(ranks))
-    sample = 2 if ranks >= MANY_RANKS else sample
-    return tuple(index * (ranks - 1) // (sample - 1) for index in range(sample))
 
 
 def _by_kind(items: Iterable[Item], matrix: BlockMatrix) -> dict[Kind, Bytes]:

@@ -44,10 +44,8 @@ def format_step(step: Step) -> str:
         case steps.Exchange(before, after, group, sends, recvs):
             head = f"exchange {format_item(before)} -> {format_item(after)} over {format_numbers(group)}"
             return _with_transfers(head, (*sends, *recvs))
-        case steps.Pack(before, after):
-            return f"pack {format_item(before)} -> {format_item(after)}"
-        case steps.Unpack(before, after):
-            return f"unpack {format_item(before)} -> {format_item(after)}"
+        case steps.Pack(before, after) | steps.Unpack(before, after):
+            return f"{_verb(step)} {format_item(before)} -> {format_item(after)}"
         case steps.Attend(rows, cols, grads):
             suffix = f" with {_format_items(grads)}" if grads else ""
             return f"attend {_format_items(rows)} x {_format_items(cols)}{suffix}"
@@ -55,16 +53,14 @@ def format_step(step: Step) -> str:
             return f"decode {_format_items(rows)} x {format_item(cache)} -> {_format_items(partials)}"
         case steps.Combine(partials, total):
             return f"combine {_format_items(partials)} -> {format_item(total)}"
-        case steps.Merge(partial):
-            return f"merge {format_item(partial)}"
-        case steps.Clear(item):
-            return f"clear {format_item(item)}"
-        case steps.Finish(item):
-            return f"finish {format_item(item)}"
-        case steps.Free(item):
-            return f"free {format_item(item)}"
+        case steps.Merge(item) | steps.Clear(item) | steps.Finish(item) | steps.Free(item):
+            return f"{_verb(step)} {format_item(item)}"
         case _:
             assert_never(step)
+
+
+def _verb(step: Step) -> str:
+    return type(step).__name__.lower()
 
 
 def _with_transfers(head: str, transfers: tuple[steps.Send | steps.Recv, ...]) -> str:

@@ -166,18 +166,10 @@ def _parse_exchange(before: str, after: str, group: str, transfers: str) -> step
 _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
     (r"recv (\S+) from (\d{1,9})", lambda item, rank: steps.Recv(parse_item(item), int(rank))),
     (r"send (\S+) to (\d{1,9})", lambda item, rank: steps.Send(parse_item(item), int(rank))),
-    (
-        rf"({'|'.join(steps.COLLECTIVE_OPS)}) over (\S+):(.*)",
-        lambda op, group, rest: steps.Collective(op, parse_numbers(group), *_parse_transfers(rest)),
-    ),
     (r"exchange (\S+) -> (\S+) over (\S+):(.*)", _parse_exchange),
     (r"pack (\S+) -> (\S+)", lambda before, after: steps.Pack(parse_item(before), parse_item(after))),
     (r"unpack (\S+) -> (\S+)", lambda before, after: steps.Unpack(parse_item(before), parse_item(after))),
-    (r"attend (\S+) x (\S+)", lambda rows, cols: steps.Attend(_parse_items(rows), _parse_items(cols))),
-    (
-        r"attend (\S+) x (\S+) with (\S+)",
-        lambda rows, cols, grads: steps.Attend(_parse_items(rows), _parse_items(cols), _parse_items(grads)),
-    ),
+    (r"attend (\S+) x (\S+)(?: with (\S+))?", lambda *sides: steps.Attend(*map(_parse_items, filter(None, sides)))),
     (
         r"decode (\S+) x (\S+) -> (\S+)",
         lambda rows, cache, partials: steps.Decode(_parse_items(rows), parse_item(cache), _parse_items(partials)),
@@ -187,13 +179,16 @@ _STEP_FORMS: tuple[tuple[str, Callable[..., Step]], ...] = (
     (r"clear (\S+)", lambda item: steps.Clear(parse_item(item))),
     (r"finish (\S+)", lambda item: steps.Finish(parse_item(item))),
     (r"free (\S+)", lambda item: steps.Free(parse_item(item))),
+    (
+        rf"({'|'.join(steps.COLLECTIVE_OPS)}) over (\S+):(.*)",
+        lambda op, group, rest: steps.Collective(op, parse_numbers(group), *_parse_transfers(rest)),
+    ),
 )
 
 
 def parse_step(text: str) -> Step:
-    verbs = [form.split()[0] for form, _ in _STEP_FORMS if form[0] != "("]
-    kinds = ", ".join(dict.fromkeys([*verbs, *steps.COLLECTIVE_OPS]))
-    return _parse("step", text, _STEP_FORMS, f"{kinds}, such as 'recv kv1 from 3'")
+    verbs = ", ".join(re.findall(r"\w+", " ".join(form.split()[0] for form, _ in _STEP_FORMS)))
+    return _parse("step", text, _STEP_FORMS, f"{verbs}, such as 'recv kv1 from 3'")
 
 
 def _parse(what: str, text: str, forms: Iterable[tuple[str, Callable[..., Parsed]]], expected: str) -> Parsed:

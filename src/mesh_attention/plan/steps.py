@@ -30,8 +30,8 @@ A pass in several waves has its items in parts: q3.1 is part 1 of q3, some of it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, get_args
 
 from typing_extensions import assert_never
 
@@ -205,28 +205,23 @@ class Free:
 Step = Recv | Send | Collective | Exchange | Pack | Unpack | Attend | Decode | Combine | Merge | Clear | Finish | Free
 
 
-def is_step(value: object) -> bool:
+def is_step(value: Any) -> bool:
     """True for a step whose fields have the types they are declared with. It may still speak of what a plan lacks."""
-    match value:
-        case Recv(item, rank) | Send(item, rank):
-            return _is_item(item) and type(rank) is int
-        case Merge(item) | Clear(item) | Finish(item) | Free(item):
-            return _is_item(item)
-        case Pack(before, after) | Unpack(before, after):
-            return _is_item(before) and _is_item(after)
-        case Attend(rows, cols, grads):
-            return all(type(side) is tuple and all(map(_is_item, side)) for side in (rows, cols, grads))
-        case Decode(rows, cache, partials):
-            sides = (rows, partials, (cache,))
-            return all(type(side) is tuple and all(map(_is_item, side)) for side in sides)
-        case Combine(partials, total):
-            return _is_item(total) and type(partials) is tuple and all(map(_is_item, partials))
-        case Collective(op, group, sends, recvs):
-            return op in COLLECTIVE_OPS and _is_group(group, sends, recvs)
-        case Exchange(before, after, group, sends, recvs):
-            return _is_item(before) and _is_item(after) and _is_group(group, sends, recvs)
-        case _:
-            return False
+    return type(value) in get_args(Step) and all(
+        _is_of(str(field.type), getattr(value, field.name)) for field in fields(value)
+    )
+
+
+def _is_of(declared: str, value: object) -> bool:
+    """True for a value of the type that a field of a step is declared with."""
+    if declared.startswith("tuple"):
+        element = declared.removeprefix("tuple[").removesuffix(", ...]")
+        return type(value) is tuple and all(_is_of(element, each) for each in value)
+    if declared == "int":
+        return type(value) is int
+    if declared == "CollectiveOp":
+        return value in COLLECTIVE_OPS
+    return _is_item(value) if declared == "Item" else type(value).__name__ == declared and is_step(value)
 
 
 def _is_item(value: object) -> bool:
@@ -234,15 +229,6 @@ def _is_item(value: object) -> bool:
         type(value) is Item
         and (value.kind in KINDS and value.form in FORMS and type(value.shard) is type(value.part) is int)
         and (type(value.source) is int if value.form == "piece" or value.source is not None else True)
-    )
-
-
-def _is_group(group: object, sends: object, recvs: object) -> bool:
-    return (
-        (isinstance(group, tuple) and isinstance(sends, tuple) and isinstance(recvs, tuple))
-        and all(type(rank) is int for rank in group)
-        and all(type(send) is Send and is_step(send) for send in sends)
-        and all(type(recv) is Recv and is_step(recv) for recv in recvs)
     )
 
 
@@ -261,12 +247,9 @@ def effects(step: Step) -> Effects:
             return Effects(reads=rows + grads + cols, adds=_sums(step))
         case Free(item):
             return Effects(frees=(item,))
-        case Recv(item, _):
-            return Effects(writes=(item,))
-        case Send(item, _):
-            return Effects(reads=(item,))
-        case Collective(_, _, sends, recvs):
-            return Effects(reads=tuple(s.item for s in sends), writes=tuple(r.item for r in recvs))
+        case Recv() | Send() | Collective():
+            arriving, leaving = in_flight(step)
+            return Effects(reads=leaving, writes=arriving)
         case Pack(before, after):
             return Effects(reads=(before,), writes=(after,))
         case Exchange(before, after):
@@ -311,16 +294,7 @@ def transfers(step: Step) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:
 
 def in_flight(step: Step) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """The items that arrive after a step is over, and those that leave after it is."""
-    match step:
-        case Exchange(before, after) if before.form == "home":
-            return (after,), (staged(before),)
-        case Exchange(before, after):
-            return (after,), (before,)
-        case Recv(item):
-            return (item,), ()
-        case Send(item):
-            return (), (item,)
-        case Collective(_, _, sends, recvs):
-            return tuple([recv.item for recv in recvs]), tuple([send.item for send in sends])
-        case _:
-            return (), ()
+    if isinstance(step, Exchange):
+        return (step.after,), (staged(step.before) if step.before.form == "home" else step.before,)
+    sends, recvs = transfers(step)
+    return tuple([recv.item for recv in recvs]), tuple([send.item for send in sends])

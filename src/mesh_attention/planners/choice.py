@@ -28,7 +28,7 @@ from mesh_attention.plan.layout import LAYOUTS, PLANNED_LAYOUTS, Contiguous, Lay
 from mesh_attention.plan.schedule import Route, Schedule
 from mesh_attention.plan.steps import Direction, Keep
 from mesh_attention.planners.costs import least_volume_degree, least_volume_tile
-from mesh_attention.problem import Problem
+from mesh_attention.problem import Problem, check_whole
 from mesh_attention.units import brief
 
 Method = Literal["mesh", "ring", "pass-q", "attention2d", "ulysses"]
@@ -107,8 +107,8 @@ class Choice:
         if not isinstance(self.layout, Layout | None):
             raise ScheduleError(f"layout {brief(self.layout)}: expected one of {', '.join(LAYOUTS)}")
         blocks = self.blocks_per_call
-        if blocks is not None and (type(blocks) is not int or blocks < 1):
-            raise ScheduleError(f"blocks_per_call={brief(blocks)}: expected a whole number of at least 1")
+        if blocks is not None:
+            check_whole(ScheduleError, blocks_per_call=blocks)
         if self.is_collective:
             ordered = {"route": self.route == "ring", "partials": self.partials == "ring", "blocks_per_call": blocks}
             surplus = [name for name, value in ordered.items() if value]

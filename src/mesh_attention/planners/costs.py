@@ -4,7 +4,7 @@ A transfer costs the number of blocks that hide it. A call of r rows and c colum
 `row` for every row and `col` for every column that its partial results are added to. Rows and columns that are not
 adjacent are attended in several calls.
 
-`limits` are lower bounds for any assignment.
+`least_received_nbytes` is a lower bound for any assignment.
 """
 
 from __future__ import annotations
@@ -174,23 +174,14 @@ def _sample(places: int) -> list[int]:
     return sorted({index * (places - 1) // max(1, count - 1) for index in range(count)})
 
 
-# Lower bounds for any assignment
+# A lower bound for any assignment
 
 MOST_TRIED = 4096
 """Numbers of heads that are tried. If there are more, these are spread evenly, and the bound is that of the samples."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Lower bounds for an average rank; `whole_heads_nbytes` if heads are not split, as in mesh and ring."""
-
-    received_nbytes: float
-    whole_heads_nbytes: float
-    flops: float
-
-
-def limits(problem: Problem, direction: Direction) -> Limits:
-    """The fewest tensor bytes that an average rank receives, and its operations, if the work is even.
+def least_received_nbytes(problem: Problem, direction: Direction) -> float:
+    """The fewest tensor bytes that an average rank receives, if the work is even.
 
     A rank that computes x queries with y keys of one KV head has at most x·y pairs there, whatever the mask. It must
     receive those x and y that are not at home there, and its partial results must reach their homes, which on average
@@ -199,16 +190,11 @@ def limits(problem: Problem, direction: Direction) -> Limits:
     """
     all_heads = problem.batch * problem.kv_heads
     fewest = max(1, all_heads // problem.ranks)
-    whole_heads_nbytes = _least_nbytes(problem, direction, all_heads)
     tried = range(fewest, all_heads, 1 + (all_heads - fewest) // MOST_TRIED)
-    return Limits(
-        received_nbytes=min([whole_heads_nbytes, *(_least_nbytes(problem, direction, h) for h in tried)]),
-        whole_heads_nbytes=whole_heads_nbytes,
-        flops=problem.flops(direction) / problem.ranks,
-    )
+    return min(least_nbytes_on_heads(problem, direction, heads) for heads in (all_heads, *tried))
 
 
-def _least_nbytes(problem: Problem, direction: Direction, heads: int) -> float:
+def least_nbytes_on_heads(problem: Problem, direction: Direction, heads: int) -> float:
     """The fewest bytes if a rank works on `heads` KV heads (of all batch entries), on a rectangle of pairs in each."""
     area = problem.pairs * problem.batch * problem.kv_heads / problem.ranks / heads
     row, col = _nbytes_per_token(problem, direction)

@@ -11,6 +11,7 @@ more than a token unless the sequence is truncated. A rank stores its tokens in 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -137,6 +138,12 @@ class BlockPool:
             self.users[block] -= 1
             self.free += not self.users[block]
 
+    def recount(self, used: Iterable[Sequence[int]]) -> None:
+        """Count anew who uses which blocks, from the blocks of each sequence."""
+        users = Counter(chain.from_iterable(used))
+        self.users = [users[block] for block in range(self.size)]
+        self.free = self.users.count(0)
+
     def grow(self, size: int) -> None:
         self.free += size - self.size
         self.users += [0] * (size - self.size)
@@ -203,12 +210,11 @@ class Book:
 
     def extend(self, new: Mapping[int, int], *, is_decoded: bool) -> None:
         """Append tokens to sequences: on the layout, or round the ranks."""
-        taken: list[tuple[WindowSize, list[int]]] = []
         try:
-            changed = {n: self._grown(self.entry(n), tokens, is_decoded, taken) for n, tokens in new.items()}
+            changed = {n: self._grown(self.entry(n), tokens, is_decoded) for n, tokens in new.items()}
         except BaseException:
-            for window, blocks in taken:
-                self.pools[window].give_back(blocks)
+            for window, pool in self.pools.items():  # give back what was taken for nothing
+                pool.recount(entry.tables[window].blocks for entry in self.entries.values())
             raise
         for number, entry in changed.items():
             for window, table in self.entries[number].tables.items():
@@ -250,13 +256,7 @@ class Book:
     def _blocks(self, counts: Iterable[int]) -> int:
         return -(-max(counts) // self.block_tokens)
 
-    def _grown(
-        self,
-        entry: Entry,
-        tokens: int,
-        is_decoded: bool,
-        taken: list[tuple[WindowSize, list[int]]],
-    ) -> Entry:
+    def _grown(self, entry: Entry, tokens: int, is_decoded: bool) -> Entry:
         before = entry.shares
         if is_decoded:
             after = before.decoded(tokens, entry.counts)
@@ -269,7 +269,7 @@ class Book:
             last = before.length if is_decoded else after.length
             dropped, cutoff = self._dropped(table, after, window, last, counts)
             min_length = max(min_length, 0 if not dropped or window is None else cutoff + window)
-            tables[window] = self._grow_table(window, table, entry, counts, dropped, taken)
+            tables[window] = self._grow_table(window, table, entry, counts, dropped)
         return Entry(after, counts, tables, min_length)
 
     def _counts(self, entry: Entry, after: Shares, tokens: int, is_decoded: bool) -> tuple[int, ...]:
@@ -294,13 +294,7 @@ class Book:
         return max(table.dropped, before // self.block_tokens), cutoff
 
     def _grow_table(
-        self,
-        window: WindowSize,
-        table: Table,
-        entry: Entry,
-        counts: tuple[int, ...],
-        dropped: int,
-        taken: list[tuple[WindowSize, list[int]]],
+        self, window: WindowSize, table: Table, entry: Entry, counts: tuple[int, ...], dropped: int
     ) -> Table:
         pool, size = self.pools[window], self.block_tokens
         blocks = list(table.blocks[dropped - table.dropped :])
@@ -308,7 +302,6 @@ class Book:
         shared = [at for at in range(max(0, first_changed), len(blocks)) if pool.users[blocks[at]] > 1]
         wanted = max(0, self._blocks(counts) - dropped - len(blocks))
         new = pool.take(wanted + len(shared), after=blocks[-1] if blocks and not shared else None)
-        taken.append((window, new))
         for at, own in zip(shared, new, strict=False):
             blocks[at] = own
         return Table((*blocks, *new[len(shared) :]), dropped)

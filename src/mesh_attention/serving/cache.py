@@ -11,6 +11,7 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.plan.footprint import BLOCK_TOKENS, blocks_of_rank
 from mesh_attention.planners.decode import COMBININGS, MOST_DECODED, QUERIES, Combining, Queries
+from mesh_attention.problem import check_whole
 from mesh_attention.serving.book import BlockPool, Book, WindowSize
 from mesh_attention.serving.decode import DTYPE_NAMES, Step
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
@@ -167,8 +168,7 @@ class ShardedCache:
 
         After many tokens are dropped, ranks may hold unequal numbers of tokens, and later ones then have less room.
         """
-        if type(length) is not int or length < 0:
-            raise UsageError(f"length={length!r}: expected a whole number of at least 0")
+        check_whole(UsageError, least=0, length=length)
         self.book.truncate(sequence, length)
         self.note(TRUNCATED, sequence, length)
         self._end_turn_of(sequence)
@@ -276,15 +276,8 @@ def _blocks(
 
     The tokens of a window may all be on one rank, and while a turn runs, those before and after it are kept.
     """
-    for name, value, least in (
-        ("ranks", ranks, 1),
-        ("tokens", tokens, 1),
-        ("sequences", sequences, 1),
-        ("block_tokens", block_tokens, 1),
-        ("max_rollback", max_rollback, 0),
-    ):
-        if type(value) is not int or value < least:
-            raise ProblemError(f"{name}={brief(value)}: expected a whole number of at least {least}")
+    check_whole(ProblemError, ranks=ranks, tokens=tokens, sequences=sequences, block_tokens=block_tokens)
+    check_whole(ProblemError, least=0, max_rollback=max_rollback)
     if not layers or not all(isinstance(layer, CachedLayer) for layer in layers):
         raise ProblemError(f"layers={brief(layers)}: expected a CachedLayer for each layer of the model")
     full = blocks_of_rank(tokens, sequences=sequences, ranks=ranks, block_tokens=block_tokens)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mesh_attention.arguments import CallOptions
-from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.execution.autograd import without_autocast
 from mesh_attention.execution.buffers import DTYPES
 from mesh_attention.plan.plan import Plan
@@ -70,8 +69,6 @@ class Step(Appended):
     def shape(self, layer: int, *, heads: int) -> StepShape:
         """What the plan of a layer with `heads` query heads depends on."""
         cache, known = self.cache, self.cache.layers[layer]
-        if heads % known.kv_heads:
-            raise ProblemError(f"{heads} heads cannot share {known.kv_heads} KV heads evenly")
         return StepShape(
             new_tokens=self.new_tokens,
             ranks=cache.ranks,
@@ -137,9 +134,10 @@ class Step(Appended):
         return layer, *self._shape, scale, softcap, *kinds
 
     def _layer_step(self, layer: int, ranks: Sequence[Sequence[Any]], options: CallOptions) -> LayerStep:
-        cache, shape = self.cache, self.shape(layer, heads=_heads(ranks))
+        cache = self.cache
         for tensors, comm in zip(ranks, cache.attention.comms, strict=True):
             self._check_tensors(layer, tensors, self._tensor_rows(comm.rank))
+        shape = self.shape(layer, heads=ranks[0][0].shape[2])
         return cache.steps.layer_step(shape, self.queries, self.combine, layer, self._softmax(layer, options))
 
     def _begin_pass(self, layer_step: LayerStep) -> Tensor | None:
@@ -172,10 +170,3 @@ class Step(Appended):
             first += [[each] for each in firsts] if self.is_ragged else [firsts]
             stop += [[each] for each in stops] if self.is_ragged else [stops]
         return first, stop, slots
-
-
-def _heads(ranks: Sequence[Sequence[Any]]) -> int:
-    q = ranks[0][0]
-    if not isinstance(q, Tensor) or q.dim() != 4:
-        raise UsageError(f"q is a {type(q).__name__}: expected a tensor (sequences, new tokens, heads, dim)")
-    return int(q.shape[2])

@@ -12,6 +12,7 @@ from torch import Tensor
 from mesh_attention.errors import ProblemError
 from mesh_attention.kernels.decode import Blocks
 from mesh_attention.plan.footprint import layer_nbytes
+from mesh_attention.problem import check_whole
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.units import brief
 
@@ -29,10 +30,7 @@ class CachedLayer:
     window: WindowSize = None
 
     def __post_init__(self) -> None:
-        sizes = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "head_dim_v": self.value_dim}
-        for name, value in sizes.items():
-            if type(value) is not int or value < 1:
-                raise ProblemError(f"{name}={brief(value)}: expected a whole number of at least 1")
+        check_whole(ProblemError, kv_heads=self.kv_heads, head_dim=self.head_dim, head_dim_v=self.value_dim)
         if self.window is not None and (type(self.window) is not int or self.window < 0):
             raise ProblemError(f"window={brief(self.window)}: expected a number of tokens, or None for all")
 

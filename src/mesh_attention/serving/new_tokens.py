@@ -13,7 +13,6 @@ from torch import Tensor
 from mesh_attention.arguments import CallOptions, Softmax, check_plain, describe, flag
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.masks import Segment
-from mesh_attention.problem import Problem
 from mesh_attention.serving.book import Entry, WindowSize
 
 if TYPE_CHECKING:
@@ -127,10 +126,7 @@ class Appended(ABC):
 
     def _softmax(self, layer: int, options: CallOptions) -> Softmax:
         """Scale and softcap of a layer's scores, checked."""
-        known = self.cache.layers[layer]
-        sizes = {"seq_q": 1, "seq_kv": 1, "heads": 1, "kv_heads": 1, "ranks": 1}
-        problem = Problem(**sizes, head_dim_qk=known.head_dim, head_dim_v=known.value_dim)  # type: ignore[arg-type]
-        return options.checked().softmax(problem)
+        return options.checked().softmax(self.cache.layers[layer].head_dim)
 
 
 def checked_new_tokens(new: Mapping[int, int]) -> Sequence[tuple[int, int]]:

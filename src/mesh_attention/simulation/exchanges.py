@@ -10,17 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Recv, Send
 from mesh_attention.simulation.jobs import Job, RankJobs
+from mesh_attention.simulation.lockstep import CLASSES, Floats, Whole
 from mesh_attention.simulation.recorder import Recorder
 from mesh_attention.topology import LinkClass, Topology
-
-Floats = NDArray[np.float64]
-Whole = NDArray[np.int64]
-CLASSES: tuple[LinkClass, ...] = ("inside", "between")
 
 
 class _Rank:

@@ -18,8 +18,9 @@ from transformers import Cache
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import MaskError, UsageError
+from mesh_attention.problem import check_whole
 from mesh_attention.serving import CachedLayer, ShardedCache, Step, Turn
-from mesh_attention.units import brief, count
+from mesh_attention.units import count
 
 NO_CALL = (
     "a GenerationCache was given to a model whose attention is not mesh attention; call parallelize(model, attention), "
@@ -51,9 +52,7 @@ class GenerationCache(Cache):
                 f"GenerationCache got a {type(attention).__name__}; expected a MeshAttention over a torch.distributed "
                 "group"
             )
-        for name, value in (("tokens", tokens), ("rows", rows), ("max_rollback", max_rollback)):
-            if type(value) is not int or value < 0:
-                raise UsageError(f"{name}={brief(value)}: expected a whole number of at least 0")
+        check_whole(UsageError, least=0, tokens=tokens, rows=rows, max_rollback=max_rollback)
         self.attention = attention
         self.columns = 0
         """Tokens of each row as transformers counts them: with padding."""

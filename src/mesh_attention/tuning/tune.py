@@ -14,7 +14,7 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.planners.choice import FAMILIES, Choice, Family, default_layout
-from mesh_attention.planners.costs import limits
+from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
@@ -99,14 +99,14 @@ def tune(
         trials = _priced_again(trials, searches)
         if not trials:
             raise _does_not_fit(searches, memory_limit)
-    least = {direction: limits(problem, direction) for direction in directions}
     return Tuning(
         trials=_ranked(trials),
         left_out=left_out,
         bound_s=sum(
-            bound.flops / (topology.device.rate(direction).tflops * 1e12) for direction, bound in least.items()
+            problem.flops(direction) / problem.ranks / (topology.device.rate(direction).tflops * 1e12)
+            for direction in directions
         ),
-        bound_nbytes=sum(bound.received_nbytes for bound in least.values()),
+        bound_nbytes=sum(least_received_nbytes(problem, direction) for direction in directions),
         simulated=simulated,
     )
 

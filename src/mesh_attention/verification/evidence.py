@@ -136,12 +136,12 @@ class Evidence:
                 continue
             call = calls.get(index)
             here = ends[index] = []
-            for item, dest in ((send.item, send.dest) for send in sends):
-                transfer = Transfer(rank, dest, _unlabelled(item), call, 0)
-                here.append(_noted(transfer, sent, self.sends, (rank, index, item)))
-            for item, source in ((recv.item, recv.source) for recv in recvs):
-                transfer = Transfer(source, rank, _unlabelled(item), call, 0)
-                here.append(_noted(transfer, received, self.recvs, (rank, index, item)))
+            for send in sends:
+                transfer = Transfer(rank, send.dest, _unlabelled(send.item), call, 0)
+                here.append(_noted(transfer, sent, self.sends, (rank, index, send.item)))
+            for recv in recvs:
+                transfer = Transfer(recv.source, rank, _unlabelled(recv.item), call, 0)
+                here.append(_noted(transfer, received, self.recvs, (rank, index, recv.item)))
         return ends
 
 

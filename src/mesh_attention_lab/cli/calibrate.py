@@ -19,10 +19,11 @@ import typer
 
 from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.errors import UsageError, writing
-from mesh_attention.machine.cluster import keep_calibrated, slug
+from mesh_attention.machine.cluster import calibrated_file, slug
 from mesh_attention.machine.fit import CallTime, Measurement, MessageTime, fit_topology
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Device, LinkClass, Topology
+from mesh_attention.tuning.stored import write_at_once
 from mesh_attention.units import Progress, count
 from mesh_attention_lab.cli.files import output_file
 from mesh_attention_lab.cli.options import HEAD_DIM, flag, option, whole_number
@@ -184,6 +185,19 @@ def _tell(options: CalibrateOptions, measurement: Measurement, topology: Topolog
         typer.echo(json.dumps(_as_json(measurement, topology) | files))
     else:
         typer.echo(f"wrote {' and '.join(map(str, filter(None, (options.out, kept))))}")
+
+
+def keep_calibrated(device: str, text: str) -> Path:
+    """Write a calibrated cluster where groups on this device look for it."""
+    path = calibrated_file(device)
+    if path is None:
+        raise UsageError("--keep: this user has no home directory; set XDG_CONFIG_HOME")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_at_once(path, text)
+    except OSError as error:
+        raise UsageError(f"--keep: {path}: {(error.strerror or str(error)).lower()}; set XDG_CONFIG_HOME") from error
+    return path
 
 
 LARGEST_MEDIAN_ERROR = 0.2

@@ -6,6 +6,7 @@ or annotated types. `command` lists the fields for typer, which reads the parame
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial, wraps
@@ -29,7 +30,7 @@ from mesh_attention.planners.decode import MOST_DECODED, QUERIES, Queries
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.representative import part_of
-from mesh_attention.units import Progress, count, parse_size, parse_whole
+from mesh_attention.units import BYTES, TOKENS, Progress, count
 from mesh_attention_lab.cli.files import chart_file, checked_plan, output_file
 from mesh_attention_lab.cli.terminal import mask_words
 
@@ -75,11 +76,11 @@ def flag(name: str, help_text: str, panel: str | None = None) -> Any:
 
 
 def whole_number(help_text: str, panel: str | None = None, least: int = 1) -> Any:
-    return option(help_text, "N", partial(parse_whole, "", least=least), panel)
+    return option(help_text, "N", partial(_parse_whole, least=least), panel)
 
 
 def tokens(help_text: str, panel: str | None = None, *names: str) -> Any:
-    return option(help_text, "SIZE", partial(parse_size, ""), panel, *names)
+    return option(help_text, "SIZE", parse_size, panel, *names)
 
 
 def one_of(help_text: str, known: Iterable[str], panel: str | None = None) -> Any:
@@ -99,15 +100,41 @@ def file(help_text: str, example: str) -> Any:
 # Parsers. A message that begins with a space follows the name of the option
 
 
+def parse_size(text: str) -> int:
+    """``4096``, ``128k`` or ``1m``; k is 1024."""
+    match = re.fullmatch(r"([0-9]{1,18})([km]?)", text.strip().lower())
+    if match is None:
+        raise ParseError(f" {text!r}: expected a whole number such as 4096, 128k or 1m (k is 1024)")
+    return int(match[1]) * TOKENS[match[2]]
+
+
+def parse_nbytes(text: str) -> int:
+    """``20GiB``, ``512MiB`` or ``20g``; g is 1024³. A number without a unit is refused, and so is GB."""
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?) ?([kmgt])(?:ib)?", text.strip().lower())
+    nbytes = 0 if match is None else int(float(match[1]) * _NBYTES[match[2]])
+    if nbytes < 1:
+        raise ParseError(f" {text!r}: expected bytes above 0 with a unit, such as 20GiB, 512MiB or 20g (GiB)")
+    return nbytes
+
+
+_NBYTES = {unit[0].lower(): scale for unit, scale in BYTES[1:]}
+
+
+def _parse_whole(text: str, *, least: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or int(text) < least:
+        raise ParseError(f" {text!r}: expected a whole number, {least} or more, of at most 18 digits")
+    return int(text)
+
+
 def _parse_window(text: str) -> Mask:
-    reaches = [-1 if part.strip() == "-1" else parse_size("", part) for part in text.split(",")]
+    reaches = [-1 if part.strip() == "-1" else parse_size(part) for part in text.split(",")]
     if len(reaches) != 2:
         raise ParseError(f" {text!r}: expected LEFT,RIGHT in tokens, such as 4096,0; -1 is unbounded")
     return window(*reaches)
 
 
 def _parse_documents(text: str) -> Mask:
-    return documents([parse_size("", cut) for cut in text.split(",")])
+    return documents([parse_size(cut) for cut in text.split(",")])
 
 
 def _parse_tile(text: str) -> Tile | None:

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh_attention.plan.counts import MANY_RANKS, sampled_ranks
+from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import default_layout
-from mesh_attention.planners.costs import limits
+from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import joined
@@ -35,7 +35,7 @@ from mesh_attention_lab.cli.terminal import (
     progress,
     time_words,
 )
-from mesh_attention_lab.comparison import PlanTrial, grouped, usual_ring_plan
+from mesh_attention_lab.comparison import PlanTrial, grouped, sampled_ranks, usual_ring_plan
 from mesh_attention_lab.drawing.trace import write_trace
 
 
@@ -105,9 +105,9 @@ def _forecast(
 
 def _bounds(plans: Mapping[Direction, Plan], device: Device) -> tuple[float, float]:
     """Lower bounds: seconds of compute, and bytes that an average rank receives."""
-    least = {direction: limits(plan.problem, direction) for direction, plan in plans.items()}
-    bound_s = sum(limit.flops / (getattr(device, direction).tflops * 1e12) for direction, limit in least.items())
-    return bound_s, sum(limit.received_nbytes for limit in least.values())
+    problems = {direction: plan.problem for direction, plan in plans.items()}
+    bound_s = sum(p.flops(d) / p.ranks / (device.rate(d).tflops * 1e12) for d, p in problems.items())
+    return bound_s, sum(least_received_nbytes(problem, direction) for direction, problem in problems.items())
 
 
 def _as_json(forecasts: Sequence[PlanTrial], topology: Topology) -> dict[str, Any]:

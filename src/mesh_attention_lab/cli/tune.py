@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,6 @@ import typer
 from rich.console import Console
 
 from mesh_attention.errors import UsageError
-from mesh_attention.plan.counts import sampled_ranks
 from mesh_attention.plan.footprint import cache_nbytes
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
@@ -33,7 +31,6 @@ from mesh_attention.units import (
     count,
     format_nbytes,
     format_time,
-    parse_nbytes,
 )
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
@@ -55,7 +52,7 @@ from mesh_attention_lab.cli.terminal import (
     time_words,
     token_words,
 )
-from mesh_attention_lab.comparison import PlanTrial, choice_without_costs, startrail
+from mesh_attention_lab.comparison import PlanTrial, choice_without_costs, sampled_ranks, startrail
 from mesh_attention_lab.decoding import WAYS, decode_trial_as_json, decode_trials
 from mesh_attention_lab.drawing.charts import ChartX, save_chart, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
@@ -72,7 +69,7 @@ class TuneOptions(opt.DecodeOptions, opt.ClusterOptions):
         opt.option(
             "Memory that a call may allocate per rank, such as 20GiB; the device's if left out.",
             "SIZE",
-            partial(parse_nbytes, ""),
+            opt.parse_nbytes,
             opt.PLAN,
         ),
     ] = None
