@@ -26,10 +26,10 @@ from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planners.choice import FAMILIES, Choice, Family, default_layout
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
+from mesh_attention.tuning.bounds import plan_on, traffic
 from mesh_attention.tuning.candidates import shapes
 from mesh_attention.tuning.result import Trial, Tuning
 from mesh_attention.tuning.search import groupings
-from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.tuning.tune import tune
 from mesh_attention_lab.comparison import STARTRAIL, startrail
 

@@ -28,7 +28,7 @@ from mesh_attention.api import _SETTINGS
 from mesh_attention.errors import ProblemError, TileError
 from mesh_attention.execution import autograd
 from mesh_attention.plan.layout import Zigzag
-from mesh_attention.testing.wrappers import Counting, Failing
+from mesh_attention_lab.testing.wrappers import Counting, Failing
 
 
 def tensors(ranks: int = 4, tokens: int = 8, heads: int = 4, dim: int = 8, **changes: Any) -> list[list[torch.Tensor]]:

@@ -33,7 +33,7 @@ from mesh_attention.comm.local import LocalGroup
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
-from mesh_attention.testing.wrappers import Counting
+from mesh_attention_lab.testing.wrappers import Counting
 
 
 def assert_right(

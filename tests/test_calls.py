@@ -12,7 +12,7 @@ from mesh_attention import Plan, Problem, causal, make_plan, rank_costs
 from mesh_attention.masks import BlockKind
 from mesh_attention.plan.kernel_calls import kernel_calls
 from mesh_attention.plan.steps import Attend
-from mesh_attention.testing.kernel_conformance import is_unmasked
+from mesh_attention_lab.testing.kernel_conformance import is_unmasked
 
 
 @given(plans(max_ranks=8))

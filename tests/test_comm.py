@@ -16,8 +16,8 @@ from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.staged import StagedComm
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import StalledError, TransportError
-from mesh_attention.testing.comm_conformance import CHECKS, Check
-from mesh_attention.testing.wrappers import Counting, Failing
+from mesh_attention_lab.testing.comm_conformance import CHECKS, Check
+from mesh_attention_lab.testing.wrappers import Counting, Failing
 
 WRAPPERS: dict[str, Callable[[Comm], Comm]] = {
     "bare": lambda comm: comm,

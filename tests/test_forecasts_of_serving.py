@@ -15,20 +15,20 @@ from mesh_attention.comm.base import Parcel
 from mesh_attention.errors import MemoryLimitError, ProblemError, TopologyError
 from mesh_attention.masks import BlockKind
 from mesh_attention.plan.assignment import tiles_of
-from mesh_attention.plan.footprint import cache_nbytes, kv_nbytes, layer_nbytes
+from mesh_attention.plan.buffer_sizes import cache_nbytes, kv_nbytes, layer_nbytes
 from mesh_attention.plan.kernel_calls import kernel_calls
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.costs import least_received_nbytes
-from mesh_attention.planners.decode import MOST_DECODED
+from mesh_attention.planners.decoded_step import MOST_DECODED
 from mesh_attention.prices import decode_seconds
 from mesh_attention.serving import CachedLayer
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Link, Topology
-from mesh_attention.tuning.traffic import plan_on
+from mesh_attention.tuning.bounds import plan_on
 from mesh_attention.tuning.tune import tune
-from mesh_attention_lab.cli.serving import decode_words, travel_words
-from mesh_attention_lab.decoding import WAYS, decode_plans, decode_trials
+from mesh_attention_lab.cli.serving_tables import decode_words, travel_words
+from mesh_attention_lab.decode_forecasts import WAYS, decode_plans, decode_trials
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.cache import FilledCache, StepActor
 from mesh_attention_lab.replay.replay import replay

@@ -31,7 +31,6 @@ LAYERS = _layers(PAGE.read_text())
 WITH_TORCH = (
     *("kernels", "comm", "session", "execution", "machine"),
     *("arguments", "api", "serving", "sequences", "batches", "context_parallel", "transformers", "integrations"),
-    "testing",
 )
 STACKS = ("context_parallel", "transformers", "integrations")
 
@@ -85,7 +84,7 @@ def test_the_library_does_not_know_the_lab() -> None:
 
 
 def test_the_library_loads_nothing_of_the_command_line() -> None:
-    modules = [_module_name(path) for path in ROOT.rglob("*.py") if _part(path) not in (*STACKS, "testing")]
+    modules = [_module_name(path) for path in ROOT.rglob("*.py") if _part(path) not in STACKS]
     loaded = modules_after(f"import {', '.join(modules)}").split()
     assert not {"rich", "typer", "mesh_attention_lab"} & set(loaded)
 
@@ -99,7 +98,7 @@ def test_the_test_for_directions_can_fail(tmp_path: Path) -> None:
 def test_torch_distributed_is_imported_where_groups_are_handled_only() -> None:
     for path in ROOT.rglob("*.py"):
         if any(name.startswith("torch.distributed") for name in imported_modules(path)):
-            assert _part(path) in ("comm", "session", "batches", *STACKS, "testing"), path
+            assert _part(path) in ("comm", "session", "batches", *STACKS), path
 
 
 def test_only_the_session_shares_texts_or_raises_for_another_rank() -> None:
@@ -119,7 +118,7 @@ WRAPPED = ("self.inner",)
 
 
 def _is_in(path: Path, *parts: str) -> bool:
-    return path.is_relative_to(ROOT) and _part(path) in (*parts, "testing")
+    return (path.is_relative_to(ROOT) and _part(path) in parts) or path.is_relative_to(LAB / "testing")
 
 
 def _part(path: Path) -> str:

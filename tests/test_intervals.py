@@ -18,8 +18,8 @@ from mesh_attention.kernels import intervals, launching
 from mesh_attention.kernels.base import CallMask, Demand, RowGradient, Scores
 from mesh_attention.kernels.intervals import SMALL_TILES, TILES, IntervalKernel, ProgramTile, is_ascending
 from mesh_attention.kernels.reference import ReferenceKernel
-from mesh_attention.testing import kernel_conformance as conformance
-from mesh_attention.testing.kernel_conformance import Check, Setting
+from mesh_attention_lab.testing import kernel_conformance as conformance
+from mesh_attention_lab.testing.kernel_conformance import Check, Setting
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")

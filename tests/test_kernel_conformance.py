@@ -12,8 +12,8 @@ from torch import Tensor
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
 from mesh_attention.kernels.merging import output_of
 from mesh_attention.kernels.reference import ReferenceKernel
-from mesh_attention.testing import kernel_conformance as suite
-from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting
+from mesh_attention_lab.testing import kernel_conformance as suite
+from mesh_attention_lab.testing.kernel_conformance import CHECKS, Check, Setting
 
 Inputs = tuple[Tensor, Tensor, Tensor, Scores]
 GOOD = ReferenceKernel()

@@ -16,7 +16,7 @@ from mesh_attention.kernels.cpu import CpuFlashKernel
 from mesh_attention.kernels.merging import TorchMerging
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
-from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting, is_unmasked
+from mesh_attention_lab.testing.kernel_conformance import CHECKS, Check, Setting, is_unmasked
 
 MASKS = {
     "full": ("full", full(), range(9), range(7)),

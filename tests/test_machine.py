@@ -15,7 +15,7 @@ from test_calibration import made_measurement
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs, window
 from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
-from mesh_attention.machine.cluster import (
+from mesh_attention.machine.detected_cluster import (
     Facts,
     Machine,
     calibrated_file,

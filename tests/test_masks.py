@@ -9,7 +9,7 @@ from strategies import masks
 from mesh_attention import causal, documents, full, window
 from mesh_attention.masks import BlockKind, Mask, _floor_sum
 from mesh_attention.plan.parse import parse_mask
-from mesh_attention.testing.kernel_conformance import is_unmasked
+from mesh_attention_lab.testing.kernel_conformance import is_unmasked
 
 
 @st.composite

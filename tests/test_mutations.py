@@ -11,12 +11,12 @@ import pytest
 from mesh_attention import Contiguous, Plan, Problem, Tile, causal, full, make_plan, verify, window
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment
-from mesh_attention.plan.footprint import held_nbytes
+from mesh_attention.plan.buffer_sizes import held_nbytes
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.parse import parse_item, parse_step
 from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Finish, Free, Item, Merge, Recv, Send, Step
-from mesh_attention.planners.decode import Combining, Queries, StepShape, plan_decode
+from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, plan_decode
 from mesh_attention.verification.rules import RULES, BrokenPlanError, check
 
 Steps = list[Step]

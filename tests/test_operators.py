@@ -23,8 +23,8 @@ from mesh_attention.arguments import CallOptions
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution.warm_up import DryComm
 from mesh_attention.integrations.pytorch import flop_formulas, saved_attention
-from mesh_attention.testing.wrappers import Counting
 from mesh_attention_lab.recording import record
+from mesh_attention_lab.testing.wrappers import Counting
 
 # torch 2.11's own, when it compiles
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

@@ -24,8 +24,8 @@ from mesh_attention import LocalGroup, MeshAttention, masks
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import DisagreementError, MeshAttentionError, TransportError
 from mesh_attention.session.session import Session
-from mesh_attention.testing.kernel_conformance import is_unmasked
-from mesh_attention.testing.wrappers import Counting, Failing
+from mesh_attention_lab.testing.kernel_conformance import is_unmasked
+from mesh_attention_lab.testing.wrappers import Counting, Failing
 
 TOKENS, HEADS, DIM = 8, 4, 8
 

@@ -17,7 +17,7 @@ from mesh_attention.errors import MeshAttentionError, ScheduleError
 from mesh_attention.machine import tuned_strategy
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import Attend, Direction
-from mesh_attention.testing.wrappers import Counting
+from mesh_attention_lab.testing.wrappers import Counting
 
 Planner = Callable[..., Any]
 RANKS = 4

@@ -22,10 +22,10 @@ from mesh_attention.planners.cost_based import Policy, PolicyOrder
 from mesh_attention.planners.costs import Costs
 from mesh_attention.planners.greedy import greedy_moves
 from mesh_attention.planners.make import gpu_price
-from mesh_attention.planners.move_order import ONE_SIZE, held_share, mask_of
+from mesh_attention.planners.schedule_builder import ONE_SIZE, held_share, mask_of
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
-from mesh_attention.tuning.traffic import costs_on, plan_on
+from mesh_attention.tuning.bounds import costs_on, plan_on
 from mesh_attention.verification.rules import check
 
 PRICES = {name: st.floats(0.01, 2) for name in ("call", "row", "col")}

@@ -24,7 +24,7 @@ from mesh_attention.comm.staged import StagedComm
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.context_parallel import context_parallel
 from mesh_attention.planners.costs import Costs
-from mesh_attention.testing.wrappers import Counting
+from mesh_attention_lab.testing.wrappers import Counting
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
@@ -158,7 +158,7 @@ def die_in_the_middle(group: Any) -> None:
     """Rank 2 leaves when its second receive is posted; the others must not wait for ever."""
     import os
 
-    from mesh_attention.testing.wrappers import Failing
+    from mesh_attention_lab.testing.wrappers import Failing
 
     comm = TorchComm(group)
     seen: list[str] = []

@@ -28,11 +28,11 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Free, transfers
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.testing.wrappers import Failing
 from mesh_attention.timeline import Span, Timeline
 from mesh_attention_lab import recording as recording_module
 from mesh_attention_lab.drawing.trace import to_perfetto
 from mesh_attention_lab.recording import RecordedPass, Recording, record
+from mesh_attention_lab.testing.wrappers import Failing
 
 RANKS, TOKENS = 4, 96
 NAMES = (

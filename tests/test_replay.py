@@ -13,7 +13,6 @@ from mesh_attention.comm.base import Parcel
 from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.plan.steps import DIRECTIONS
-from mesh_attention.testing.wrappers import Counting
 from mesh_attention.topology import Topology
 from mesh_attention_lab.cli.replay import bar_groups
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
@@ -21,6 +20,7 @@ from mesh_attention_lab.replay.device import check_memory, measure_cluster
 from mesh_attention_lab.replay.replay import replay
 from mesh_attention_lab.replay.result import BEST, KernelPass, Part, Replayed, ReplayRow, rows_of, tuned_parts
 from mesh_attention_lab.replay.transport import ReplayComm
+from mesh_attention_lab.testing.wrappers import Counting
 
 CPU = torch.device("cpu")
 PROBLEM = Problem.self_attention(

@@ -26,12 +26,12 @@ from mesh_attention.errors import CacheFullError, UsageError
 from mesh_attention.execution.compiled import Compiled, compile_program, stretched
 from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.layout import Zigzag
-from mesh_attention.planners.decode import COMBININGS, QUERIES
+from mesh_attention.planners.decoded_step import COMBININGS, QUERIES
 from mesh_attention.serving import ShardedCache, Turn
 from mesh_attention.serving.book import Shares, clip
 from mesh_attention.serving.step_runner import MOST_STEPS
-from mesh_attention.testing.wrappers import Counting
 from mesh_attention_lab.recording import record
+from mesh_attention_lab.testing.wrappers import Counting
 
 
 def spoil(cache: ShardedCache) -> None:

@@ -22,10 +22,9 @@ from mesh_attention.plan.schedule import ROUTES
 from mesh_attention.plan.steps import Free, Step, transfers
 from mesh_attention.prices import Prices
 from mesh_attention.simulation import lockstep
-from mesh_attention.simulation import simulate as simulation
 from mesh_attention.simulation.jobs import rank_jobs
 from mesh_attention.simulation.lockstep import classes_by_timeline, singleton_classes
-from mesh_attention.simulation.simulate import simulate
+from mesh_attention.simulation.simulate import Simulation, simulate
 from mesh_attention.timeline import Span, Timeline
 from mesh_attention.topology import Device, KernelRate, Link, Topology, filled
 
@@ -54,7 +53,7 @@ def problem(ranks: int, *, seq: int = 1024, **changes: object) -> Problem:
 
 def by_events(plan: Plan, cluster: Topology) -> Timeline:
     prices, every_rank = Prices(cluster.device, plan.matrix, plan.direction), range(plan.problem.ranks)
-    return simulation._by_events(plan, cluster, prices, every_rank, lambda activity, fraction: None)
+    return Simulation(plan, cluster, prices, every_rank, None, lambda *progress: None).by_events()
 
 
 # Prices

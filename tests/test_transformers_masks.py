@@ -21,11 +21,11 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.batches import shard_batch
 from mesh_attention.masks import Mask
 from mesh_attention.sequences import BatchRow, cuts_of_restarts, join_rows, split_rows
-from mesh_attention.testing.kernel_conformance import is_unmasked
 from mesh_attention.transformers import parallelize, unparallelize
 from mesh_attention.transformers.attention import ShardedCall, attend, read_call
 from mesh_attention.transformers.masks import BatchMask, band_of, check_meanings
 from mesh_attention.transformers.models import least_end, refuse_mixing, refuse_rotary
+from mesh_attention_lab.testing.kernel_conformance import is_unmasked
 
 
 def alone() -> MeshAttention:

@@ -31,13 +31,13 @@ from mesh_attention.planners.costs import (
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning import tune as tune_module
+from mesh_attention.tuning.bounds import plan_on, traffic
 from mesh_attention.tuning.candidates import MOST_TILES, of_fewest_bytes, shapes
+from mesh_attention.tuning.mask_work import needs, pairs_of
 from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial, Tuning
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.stored import cache_folder, cached_tune
-from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.tuning.tune import FAR_BEHIND, tune, tuned_plans
-from mesh_attention.tuning.work import needs, pairs_of
 from mesh_attention.units import GIB
 from mesh_attention_lab.comparison import startrail_degrees
 

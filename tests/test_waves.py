@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from strategies import plans
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs, verify
-from mesh_attention.plan.footprint import held_nbytes
+from mesh_attention.plan.buffer_sizes import held_nbytes
 from mesh_attention.plan.kernel_calls import kernel_calls, peak_nbytes, scratch_nbytes
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program

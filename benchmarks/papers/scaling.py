@@ -17,7 +17,7 @@ from mesh_attention.planners.choice import Choice, Method
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.traffic import plan_on
+from mesh_attention.tuning.bounds import plan_on
 from papers.figures import PUBLISHED, SCALING_TILES, Quantity
 
 Contender = Literal["ring", "mesh"]

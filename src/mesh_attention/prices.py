@@ -19,7 +19,7 @@ from mesh_attention.masks import BlockKind, Mask, Segment
 from mesh_attention.plan import steps
 from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.blocks import BlockMatrix, token_nbytes
-from mesh_attention.plan.footprint import kv_nbytes
+from mesh_attention.plan.buffer_sizes import kv_nbytes
 from mesh_attention.plan.kernel_calls import KernelCall
 from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Direction, Item, Kind, Step, running

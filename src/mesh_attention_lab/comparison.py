@@ -18,10 +18,10 @@ from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
+from mesh_attention.tuning.bounds import plan_on, traffic
 from mesh_attention.tuning.candidates import shapes
 from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial, Tuning
 from mesh_attention.tuning.search import MOST_TRANSFERS, groupings
-from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.units import GIB, Progress
 
 MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16

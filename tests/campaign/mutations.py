@@ -16,7 +16,7 @@ from typing import Any
 from mesh_attention.masks import Mask, causal, full, window
 from mesh_attention.plan import steps
 from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
-from mesh_attention.plan.footprint import held_nbytes
+from mesh_attention.plan.buffer_sizes import held_nbytes
 from mesh_attention.plan.layout import (
     LAYOUTS,
     Cached,

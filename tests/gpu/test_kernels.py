@@ -20,8 +20,8 @@ from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient
 from mesh_attention.kernels.intervals import INTERVALS
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
-from mesh_attention.testing import kernel_conformance as conformance
-from mesh_attention.testing.kernel_conformance import CHECKS, Check, Setting
+from mesh_attention_lab.testing import kernel_conformance as conformance
+from mesh_attention_lab.testing.kernel_conformance import CHECKS, Check, Setting
 
 DEVICE = "cuda"
 FUSED = [kernel for kernel in KERNELS if kernel.name not in ("cpu flash", "reference")]

@@ -16,7 +16,7 @@ from mesh_attention.api import MeshAttention
 from mesh_attention.comm.base import Parcel, drive
 from mesh_attention.comm.staged import StagedComm
 from mesh_attention.comm.torch_dist import TorchComm, comm_for
-from mesh_attention.testing.comm_conformance import CHECKS
+from mesh_attention_lab.testing.comm_conformance import CHECKS
 
 DEVICE = "cuda"
 TENTH_OF_A_SECOND = 200_000_000

@@ -14,15 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mesh_attention.kernels.base import DTYPES
 from mesh_attention.plan.steps import Item, Kind
 from mesh_attention.problem import Problem
-
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 Fields = Mapping[str, Tensor]
 """Tensors by field name, (batch, heads, tokens, dim)."""

@@ -12,7 +12,7 @@ from mesh_attention.kernels.base import CallMask
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan import steps as ops
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.footprint import held_nbytes, shared_buffers
+from mesh_attention.plan.buffer_sizes import held_nbytes, shared_buffers
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.kernel_calls import KernelCall, kernel_calls, scratch_of_steps
 from mesh_attention.plan.plan import Plan

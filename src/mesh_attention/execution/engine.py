@@ -11,12 +11,12 @@ from torch import Tensor
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Work
-from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Fields, Meter, fields_of
+from mesh_attention.execution.buffers import STATISTICS, Buffer, Fields, Meter, fields_of
 from mesh_attention.execution.compiled import Compiled, describe_post, peers_of, stretched
 from mesh_attention.execution.executor import Executor
 from mesh_attention.execution.graphs import CapturedPasses, Tensors
 from mesh_attention.execution.warm_up import DryComm, DryKernel, DryMerging, this_thread
-from mesh_attention.kernels.base import Demand, Kernel, Merging, Scores
+from mesh_attention.kernels.base import DTYPES, Demand, Kernel, Merging, Scores
 from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import INPUTS, OUTPUTS, Direction, Item

@@ -16,9 +16,9 @@ from typing_extensions import assert_never
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, Parcel, Work, innermost
 from mesh_attention.errors import DisagreementError, TransportError
-from mesh_attention.execution.buffers import DTYPES, Allocation, Buffer, Fields, Meter, Span, TokenSpan, part
+from mesh_attention.execution.buffers import Allocation, Buffer, Fields, Meter, Span, TokenSpan, part
 from mesh_attention.execution.compiled import Compiled, CompiledCall, Exchanged, Instruction, Stretch
-from mesh_attention.kernels.base import Gradients, Kernel, Merging, RowGradient, Scores
+from mesh_attention.kernels.base import DTYPES, Gradients, Kernel, Merging, RowGradient, Scores
 from mesh_attention.kernels.merging import TorchMerging
 from mesh_attention.plan.format import format_item, format_step
 from mesh_attention.plan.program import turns

@@ -1,1 +1,1 @@
-"""Bindings to other stacks. Nothing here is imported by the rest of the library, and nothing happens at import."""
+"""Bindings to other stacks, one file each. Nothing happens at import."""

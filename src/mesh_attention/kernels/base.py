@@ -1,4 +1,4 @@
-"""The protocols of kernels, attention over one rectangle, and of merging partials into running sums.
+"""The protocols of kernels (attention over one rectangle) and of merging partials, and the strides of their tensors.
 
 Tensors are (batch, heads, tokens, dim), with any strides.
 
@@ -15,6 +15,13 @@ import torch
 from torch import Tensor
 
 from mesh_attention.masks import Mask, Segment, causal, full
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 class _Weak:

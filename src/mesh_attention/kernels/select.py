@@ -13,13 +13,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from mesh_attention.kernels.base import Demand, Kernel, Merging
+from mesh_attention.kernels.base import DTYPES, Demand, Kernel, Merging
 from mesh_attention.kernels.cpu import CpuFlashKernel
 from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel
 from mesh_attention.kernels.intervals import INTERVALS
 from mesh_attention.kernels.merging import FusedMerging, TorchMerging
 from mesh_attention.kernels.reference import REFERENCE
+from mesh_attention.problem import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,12 @@ MERGINGS: tuple[Merging, ...] = (FusedMerging(), TorchMerging())
 @lru_cache(maxsize=128)
 def choose_kernel(demand: Demand) -> Kernel:
     return first_that_supports("attention kernel", KERNELS, demand)
+
+
+def kernel_for(problem: Problem, device: torch.device) -> Kernel:
+    """The kernel that attention with these heads and this dtype uses."""
+    dtype, dims = DTYPES[problem.dtype], (problem.head_dim_qk, problem.head_dim_v)
+    return choose_kernel(Demand(device=device.type, dtype=dtype, head_dim_qk=dims[0], head_dim_v=dims[1]))
 
 
 @lru_cache(maxsize=128)

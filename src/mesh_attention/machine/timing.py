@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm, Parcel
-from mesh_attention.execution.buffers import DTYPES, Buffer, Fields, token_format
+from mesh_attention.execution.buffers import Buffer, Fields, token_format
 from mesh_attention.execution.graphs import CapturedGraph
-from mesh_attention.kernels.base import CallMask, Demand, Kernel, RowGradient, Scores
-from mesh_attention.kernels.select import choose_kernel, choose_merging
+from mesh_attention.kernels.base import CallMask, Kernel, RowGradient, Scores
+from mesh_attention.kernels.select import choose_merging, kernel_for
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes, MessageTime
 from mesh_attention.plan.steps import Kind
 from mesh_attention.problem import Direction, Problem
@@ -191,18 +191,6 @@ def time_kernel(setting: Problem, clock: Clock, report: Progress) -> list[CallTi
         if 4 * max(call.time_s for call in measured) > LONGEST_CALL_S and number > 0:
             break
     return times
-
-
-def kernel_for(setting: Problem, device: torch.device) -> Kernel:
-    """The kernel that attention with these heads and this dtype would use."""
-    return choose_kernel(
-        Demand(
-            device=device.type,
-            dtype=DTYPES[setting.dtype],
-            head_dim_qk=setting.head_dim_qk,
-            head_dim_v=setting.head_dim_v,
-        )
-    )
 
 
 def _time_shape(shape: CallShape, setting: Problem, kernel: Kernel, clock: Clock) -> Iterator[CallTime]:

@@ -21,7 +21,7 @@ import torch
 from mesh_attention.comm.base import Comm, innermost
 from mesh_attention.errors import MemoryLimitError, TopologyError, UsageError
 from mesh_attention.execution.call import PlanningTalk
-from mesh_attention.machine.cluster import (
+from mesh_attention.machine.detected_cluster import (
     Facts,
     Machine,
     facts_of,
@@ -43,10 +43,10 @@ from mesh_attention.planners.costs import Costs
 from mesh_attention.planners.make import Price, StatedStrategy, gpu_price, make_plan, priced
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
+from mesh_attention.tuning.bounds import costs_on
 from mesh_attention.tuning.representative import can_be_widened, coarse, part_of, retargeted, widened
 from mesh_attention.tuning.result import Tuning
 from mesh_attention.tuning.stored import cached_tune
-from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.units import GIB, format_time
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The costs of a plan, counted from its steps: bytes, FLOPs, memory, calls and messages. Exact, without a machine."""
+"""What a plan takes, counted from its steps: bytes, FLOPs, memory, calls and messages. Exact, without a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel calls of attend steps, and the memory that they need.
+"""Which kernel calls an attend step makes, by shape and mask, and the memory that they need. Calls nothing.
 
 A call covers queries that are adjacent in their buffer and keys that are adjacent in theirs, and is either unmasked or
 masked as a whole. Unmasked neighbours are joined; segments that the mask cuts through get one call for each pair. The
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mesh_attention.masks import BlockKind, Segment, causal
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.footprint import held_nbytes, shared_buffers
+from mesh_attention.plan.buffer_sizes import held_nbytes, shared_buffers
 from mesh_attention.plan.steps import Attend, Direction, Effects, Item, Step
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing_extensions import assert_never
 from mesh_attention.plan import steps as ops
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.footprint import held_nbytes, shared_buffers
+from mesh_attention.plan.buffer_sizes import held_nbytes, shared_buffers
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.routes import Hop, fetch_hops_in, fetch_hops_out, partial_dest, partial_hops_in
 from mesh_attention.plan.schedule import Fetch, GroupMove, GroupOp, Meet, Return, Route, Schedule

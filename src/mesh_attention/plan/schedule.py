@@ -1,4 +1,4 @@
-"""Schedules: the order in which a rank fetches, attends and returns.
+"""Schedules as data: the moves of all ranks in order (fetch, meet, return, gather, …), and how each travels.
 
 A schedule is written once for all ranks, in *offsets*: row 0 and column 0 are a rank's own shard, row x the shard of
 the place x before it in its Q group's ring, column y likewise in its KV group's. All ranks make the same moves in the

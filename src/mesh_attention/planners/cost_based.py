@@ -24,7 +24,7 @@ from mesh_attention.plan.assignment import Axis, Tile
 from mesh_attention.plan.schedule import Move, Route
 from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.move_order import ONE_SIZE, Order, Rectangle, Sizes, held_share, mask_of
+from mesh_attention.planners.schedule_builder import ONE_SIZE, Order, Rectangle, Sizes, held_share, mask_of
 
 LARGE_CALL_EFFICIENCY = 0.98
 """A call of this efficiency need not be larger: its results take memory until they are added to the sums."""

@@ -1,4 +1,4 @@
-"""The greedy schedule: the order in which a rank fetches shards, attends and returns partials.
+"""Builds a schedule greedily: which blocks the next kernel call takes.
 
 The paper's Algorithm 2 (forward) and its row/column rule (backward), with real-valued costs and two clocks: one for
 the link, one for compute, both in blocks. Whenever the link would fall idle it gets the transfer that unlocks the most
@@ -26,7 +26,7 @@ from mesh_attention.plan.schedule import Move, Return, Route
 from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
 from mesh_attention.planners.cost_based import priced_moves
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.move_order import ONE_SIZE, Order, Rectangle, Sizes, mask_of
+from mesh_attention.planners.schedule_builder import ONE_SIZE, Order, Rectangle, Sizes, mask_of
 
 
 def greedy_moves(

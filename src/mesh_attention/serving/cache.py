@@ -9,11 +9,11 @@ import torch
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
-from mesh_attention.plan.footprint import BLOCK_TOKENS, blocks_of_rank
-from mesh_attention.planners.decode import COMBININGS, MOST_DECODED, QUERIES, Combining, Queries
+from mesh_attention.plan.buffer_sizes import BLOCK_TOKENS, blocks_of_rank
+from mesh_attention.planners.decoded_step import COMBININGS, MOST_DECODED, QUERIES, Combining, Queries
 from mesh_attention.problem import check_whole
 from mesh_attention.serving.book import BlockPool, Book, WindowSize
-from mesh_attention.serving.decode import DTYPE_NAMES, Step
+from mesh_attention.serving.decoded_step import DTYPE_NAMES, Step
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
 from mesh_attention.serving.new_tokens import (
     CREATED,
@@ -25,8 +25,8 @@ from mesh_attention.serving.new_tokens import (
     Growth,
     checked_new_tokens,
 )
-from mesh_attention.serving.prefill import Turn
 from mesh_attention.serving.step_runner import StepRunner
+from mesh_attention.serving.turn import Turn
 from mesh_attention.session.agreement import Statement
 from mesh_attention.units import brief, count, format_nbytes
 
@@ -213,7 +213,7 @@ class ShardedCache:
 
         If queries are ``replicated``, every rank runs the same tokens; if they are ``sharded``, each rank runs some of
         the sequences. `combine` is how ranks combine their partial results: ``reduce_scatter``, or for replicated
-        queries also ``all_gather``; by default what suits their size (see `planners.decode`).
+        queries also ``all_gather``; by default what suits their size (see `planners.decoded_step`).
 
         If sequences get different numbers of tokens, the step's tensors are (1, tokens, heads, dim): the tokens of all
         sequences one after the other.

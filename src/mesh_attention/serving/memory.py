@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mesh_attention.errors import ProblemError
 from mesh_attention.kernels.decode import Blocks
-from mesh_attention.plan.footprint import layer_nbytes
+from mesh_attention.plan.buffer_sizes import layer_nbytes
 from mesh_attention.problem import check_whole
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.units import brief

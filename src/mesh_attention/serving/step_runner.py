@@ -1,7 +1,7 @@
 """Runs decoded steps: buffers, tables of blocks on the device, and with CUDA graphs one graph for each layer.
 
-All of it lives as long as the shapes of steps recur, so a step plans nothing and allocates little. `serving.decode` has
-the steps themselves, `planners.decode` their plans.
+All of it lives as long as the shapes of steps recur, so a step plans nothing and allocates little. The steps
+themselves are in `serving.decoded_step`, their plans in `planners.decoded_step`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm
-from mesh_attention.execution.buffers import DTYPES, Buffer, Fields
+from mesh_attention.execution.buffers import Buffer, Fields
 from mesh_attention.execution.compiled import compile_program, peers_of
 from mesh_attention.execution.executor import Executor
 from mesh_attention.execution.graphs import CapturedGraph
-from mesh_attention.kernels.base import Demand
+from mesh_attention.kernels.base import DTYPES, Demand
 from mesh_attention.kernels.decode import Blocks, DecodeKernel, Reach, TorchDecode, choose_decode
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Item
-from mesh_attention.planners.decode import Combining, Queries, StepShape, plan_decode
+from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, plan_decode
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.memory import CachedLayer, CacheMemory
 from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
 
 if TYPE_CHECKING:
-    from mesh_attention.serving.decode import Step
+    from mesh_attention.serving.decoded_step import Step
 
 MOST_STEPS = 16
 """Shapes of steps whose buffers are kept."""

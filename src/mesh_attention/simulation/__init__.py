@@ -1,1 +1,1 @@
-"""Forecasts of plans on described clusters: prices of steps, lanes of links, and two engines that agree."""
+"""Forecasts of plans on described clusters: jobs of ranks, lanes of links, and simulators of three kinds of plans."""

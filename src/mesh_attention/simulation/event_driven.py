@@ -1,4 +1,4 @@
-"""The engine for any plan: discrete events, with every rank and every transfer on its own.
+"""The simulator of any plan: discrete events, with every rank and every transfer on its own.
 
 A rank walks its jobs in order. A transfer begins when both ends have posted it, both have finished what they posted
 before it in the same direction and on the same kind of link (links serve in order), and its lanes are free.

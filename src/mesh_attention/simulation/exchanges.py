@@ -1,4 +1,4 @@
-"""The engine for passes over a cache: all ranks compute, all exchange, all compute again.
+"""The simulator of passes over a cache: all ranks compute, all exchange, all compute again.
 
 An exchange begins when every rank has posted it. It takes the latency of the slowest link, because its messages are
 under way together, and as long as the busiest port or NIC of a rank needs for the bytes. What many small messages cost

@@ -1,4 +1,4 @@
-"""The engine for uniform plans: the rules of the event engine, for all ranks at once.
+"""The simulator of uniform plans: the rules of the event-driven one, for all ranks at once.
 
 Where every rank needs every shard of its groups, all ranks run the same jobs with other peers. Arrays over the ranks
 replace the single numbers of the event engine. Peers follow from the assignment: if one rank receives from `offset`

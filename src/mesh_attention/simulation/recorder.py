@@ -1,4 +1,4 @@
-"""The links of a cluster as lanes, and the recorder that both simulation engines report to."""
+"""The links of a cluster as lanes, and the recorder of spans and totals that simulators report to."""
 
 from __future__ import annotations
 

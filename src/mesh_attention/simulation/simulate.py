@@ -1,8 +1,9 @@
-"""`simulate`: the forecast of a plan on a cluster. Chooses the engine and states how exact the forecast is."""
+"""`simulate`: the forecast of a plan on a cluster. Chooses the simulator and states how exact the forecast is."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,92 +53,85 @@ def simulate(
     wrong = [rank for rank in spans_of if not 0 <= rank < topology.ranks]
     if wrong:
         raise TopologyError(f"spans_of names rank {wrong[0]}: expected ranks 0 to {topology.ranks - 1}")
-    report = on_progress or (lambda activity, fraction: None)
     prices = Prices(topology.device, plan.matrix, plan.direction, attend_s=attend_s)
+    simulation = Simulation(plan, topology, prices, spans_of, priced_ranks, on_progress or (lambda *progress: None))
     if plan.matrix.is_over_cache:
-        return _by_exchanges(plan, topology, prices, spans_of, priced_ranks, report)
+        return simulation.by_exchanges()
     if plan.programs is None and plan.matrix.is_uniform:
         try:
-            return _in_lockstep(plan, topology, prices, spans_of, priced_ranks, report)
+            return simulation.in_lockstep()
         except lockstep.NotUniformError:
             pass
-    return _by_events(plan, topology, prices, spans_of, report)
+    return simulation.by_events()
 
 
-def _in_lockstep(
-    plan: Plan,
-    topology: Topology,
-    prices: Prices,
-    spans_of: Collection[int],
-    priced_ranks: int | None,
-    report: Progress,
-) -> Timeline:
-    ranks = topology.ranks
-    wanted = priced_ranks or (ranks if ranks <= ALL_RANKS else SAMPLED_RANKS if ranks < MANY_RANKS else 1)
-    priced, nearest = _priced(plan, prices, wanted, report)
-    shapes = {tuple((len(job.recvs), len(job.sends), job.waits) for job in t.jobs) for t in priced}
-    if len(shapes) > 1:
-        raise lockstep.NotUniformError("jobs of different kinds")
-    recorder = Recorder(ranks, spans_of)
-    jobs_of = {each.rank: each.jobs for each in priced}
-    shown = {rank: jobs_of.get(rank) or rank_jobs(plan, rank, prices).jobs for rank in recorder.spans_of}
-    network = Network(topology)
-    is_folded = len(priced) == 1 and not network.is_shared
-    classes = lockstep.singleton_classes(topology)
-    if is_folded:
-        classes = lockstep.classes_by_timeline(plan.assignment, topology)
-    lockstep.LockstepSimulator(priced, nearest, plan.matrix, network, recorder, shown, classes).run()
-    is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
-    return _timeline(plan, recorder, priced, is_exact=is_even and len(priced) == ranks)
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What `simulate` was asked for, and the simulators that can answer it."""
 
+    plan: Plan
+    topology: Topology
+    prices: Prices
+    spans_of: Collection[int]
+    priced_ranks: int | None
+    report: Progress
 
-def _by_exchanges(
-    plan: Plan,
-    topology: Topology,
-    prices: Prices,
-    spans_of: Collection[int],
-    priced_ranks: int | None,
-    report: Progress,
-) -> Timeline:
-    wanted = priced_ranks or (topology.ranks if topology.ranks <= ALL_RANKS else SAMPLED_RANKS)
-    priced, nearest = _priced(plan, prices, wanted, report)
-    recorder = Recorder(topology.ranks, spans_of)
-    known = {own.rank for own in priced}
-    shown = [rank_jobs(plan, rank, prices) for rank in recorder.spans_of - known]
-    ExchangeSimulator(priced, nearest, shown, plan.matrix, topology, recorder).run()
-    return _timeline(plan, recorder, priced, is_exact=len(priced) == topology.ranks)
+    def in_lockstep(self) -> Timeline:
+        plan, topology, ranks = self.plan, self.topology, self.topology.ranks
+        priced, nearest = self._priced(ranks if ranks <= ALL_RANKS else SAMPLED_RANKS if ranks < MANY_RANKS else 1)
+        shapes = {tuple((len(job.recvs), len(job.sends), job.waits) for job in t.jobs) for t in priced}
+        if len(shapes) > 1:
+            raise lockstep.NotUniformError("jobs of different kinds")
+        recorder, network = Recorder(ranks, self.spans_of), Network(topology)
+        jobs_of = {each.rank: each.jobs for each in priced}
+        shown = {rank: jobs_of.get(rank) or rank_jobs(plan, rank, self.prices).jobs for rank in recorder.spans_of}
+        is_folded = len(priced) == 1 and not network.is_shared
+        classes = lockstep.singleton_classes(topology)
+        if is_folded:
+            classes = lockstep.classes_by_timeline(plan.assignment, topology)
+        lockstep.LockstepSimulator(priced, nearest, plan.matrix, network, recorder, shown, classes).run()
+        is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
+        return self._timeline(recorder, priced, is_exact=is_even and len(priced) == ranks)
 
+    def by_exchanges(self) -> Timeline:
+        ranks = self.topology.ranks
+        priced, nearest = self._priced(ranks if ranks <= ALL_RANKS else SAMPLED_RANKS)
+        recorder = Recorder(ranks, self.spans_of)
+        unpriced = recorder.spans_of - {own.rank for own in priced}
+        shown = [rank_jobs(self.plan, rank, self.prices) for rank in unpriced]
+        ExchangeSimulator(priced, nearest, shown, self.plan.matrix, self.topology, recorder).run()
+        return self._timeline(recorder, priced, is_exact=len(priced) == ranks)
 
-def _priced(plan: Plan, prices: Prices, wanted: int, report: Progress) -> tuple[list[RankJobs], NDArray[np.int64]]:
-    """Evenly spread ranks, and the place among them of the nearest one to each rank."""
-    ranks = plan.problem.ranks
-    # From the last one: under a causal mask the first has the fewest calls.
-    sampled = np.unique(np.linspace(ranks - 1, 0, min(wanted, ranks)).round().astype(int))
-    priced: list[RankJobs] = []
-    for rank in sampled.tolist():
-        report(f"pricing {plan.method}", len(priced) / len(sampled))
-        priced.append(rank_jobs(plan, rank, prices))
-    report(f"simulating {plan.method}", 1.0)
-    return priced, np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)
+    def by_events(self) -> Timeline:
+        recorder, priced = Recorder(self.topology.ranks, self.spans_of), self._jobs(range(self.topology.ranks))
+        EventSimulator(priced, self.plan.matrix, Network(self.topology), recorder).run()
+        return self._timeline(recorder, priced, is_exact=True)
 
+    def _priced(self, default: int) -> tuple[list[RankJobs], NDArray[np.int64]]:
+        """Evenly spread ranks, and the place among them of the nearest one to each rank."""
+        ranks = self.topology.ranks
+        # From the last one: under a causal mask the first has the fewest calls.
+        spread = np.linspace(ranks - 1, 0, min(self.priced_ranks or default, ranks))
+        sampled = np.unique(spread.round().astype(int))
+        priced = self._jobs(sampled.tolist())
+        self.report(f"simulating {self.plan.method}", 1.0)
+        return priced, np.abs(np.arange(ranks)[:, None] - sampled[None, :]).argmin(axis=1)
 
-def _by_events(plan: Plan, topology: Topology, prices: Prices, spans_of: Collection[int], report: Progress) -> Timeline:
-    priced = []
-    for rank in range(topology.ranks):
-        report(f"pricing {plan.method}", rank / topology.ranks)
-        priced.append(rank_jobs(plan, rank, prices))
-    recorder = Recorder(topology.ranks, spans_of)
-    EventSimulator(priced, plan.matrix, Network(topology), recorder).run()
-    return _timeline(plan, recorder, priced, is_exact=True)
+    def _jobs(self, ranks: Sequence[int]) -> list[RankJobs]:
+        jobs: list[RankJobs] = []
+        for rank in ranks:
+            self.report(f"pricing {self.plan.method}", len(jobs) / len(ranks))
+            jobs.append(rank_jobs(self.plan, rank, self.prices))
+        return jobs
 
-
-def _timeline(plan: Plan, recorder: Recorder, priced: list[RankJobs], *, is_exact: bool) -> Timeline:
-    return Timeline(
-        name=f"{plan.method} {plan.assignment} {plan.direction}",
-        ranks=recorder.rank_times(),
-        sent_nbytes=recorder.sent,
-        peak_nbytes=max(each.peak_nbytes for each in priced),
-        flops=plan.problem.flops(plan.direction),
-        spans=tuple(sorted(recorder.spans, key=lambda span: (span.rank, span.start_s))),
-        is_exact=is_exact,
-    )
+    def _timeline(self, recorder: Recorder, priced: list[RankJobs], *, is_exact: bool) -> Timeline:
+        plan = self.plan
+        return Timeline(
+            name=f"{plan.method} {plan.assignment} {plan.direction}",
+            ranks=recorder.rank_times(),
+            sent_nbytes=recorder.sent,
+            peak_nbytes=max(each.peak_nbytes for each in priced),
+            flops=plan.problem.flops(plan.direction),
+            spans=tuple(sorted(recorder.spans, key=lambda span: (span.rank, span.start_s))),
+            is_exact=is_exact,
+        )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from threading import Lock, get_ident
-from typing import Any
+from typing import Any, Protocol
 from weakref import finalize, ref
 
 import torch
@@ -28,7 +28,7 @@ from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.integrations.pytorch import as_autocast, with_sinks
 from mesh_attention.sequences import CUTS, LENGTHS, BatchRow, find_misplaced, read_documents, real_tokens
 from mesh_attention.transformers.generation_cache import GenerationCache, Observed
-from mesh_attention.transformers.masks import DECODING, BatchMask, Call, read_band, refuse_own_mask
+from mesh_attention.transformers.masks import DECODING, BatchMask, read_band, refuse_own_mask
 from mesh_attention.transformers.models import least_end, refuse_rotary
 
 HONOURED = ("scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "deterministic")
@@ -47,6 +47,16 @@ def attend(
     return mask.call.attend((query, key, value), mask, arguments), None
 
 
+class ModelCall(Protocol):
+    """A model's call: on a rank's tokens, with a cache, or as a trial."""
+
+    def make_mask(self, *, batch_size: int, q_length: int, kv_length: int, **request: Any) -> BatchMask:
+        """The mask of its layers."""
+
+    def attend(self, tensors: Sequence[Tensor], mask: BatchMask, arguments: Mapping[str, Any]) -> Tensor:
+        """The output of a layer, (batch, tokens, heads, dim), from (batch, heads, tokens, dim)."""
+
+
 class Implementation:
     """An attention implementation of transformers, for one parallelized model and its copies.
 
@@ -56,7 +66,7 @@ class Implementation:
 
     def __init__(self) -> None:
         self.name = f"mesh_attention_{next(NUMBERS)}"
-        self._call: Call | None = None
+        self._call: ModelCall | None = None
         self._thread: int | None = None
         self._lock = Lock()
         AttentionInterface.register(self.name, attend)
@@ -88,7 +98,7 @@ class Implementation:
         return self._thread == get_ident()
 
     @contextmanager
-    def calling(self, call: Call) -> Iterator[None]:
+    def calling(self, call: ModelCall) -> Iterator[None]:
         """Inside, the layers attend through `call`."""
         before, self._call = self._call, call
         try:

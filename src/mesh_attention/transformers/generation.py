@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import MaxTimeCriteria
 
 from mesh_attention.errors import DisagreementError, UsageError
-from mesh_attention.plan.footprint import BLOCK_TOKENS
+from mesh_attention.plan.buffer_sizes import BLOCK_TOKENS
 from mesh_attention.session.agreement import Statement
 from mesh_attention.transformers.attention import Generating, ModelAttention
 from mesh_attention.transformers.generation_cache import GenerationCache

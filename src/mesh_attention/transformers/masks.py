@@ -6,10 +6,10 @@ taken from the whole sequence instead, and attention checks the position ids aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,10 @@ from mesh_attention.arguments import refuse_unknown
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.masks import Mask, causal, full, window
 
+if TYPE_CHECKING:
+    from mesh_attention.transformers.attention import ModelCall
+
 MaskFunction = Callable[..., Any]
-
-
-class Call(Protocol):
-    """A model's call: on a rank's tokens, with a cache, or as a trial."""
-
-    def make_mask(self, *, batch_size: int, q_length: int, kv_length: int, **request: Any) -> BatchMask:
-        """The mask of its layers."""
-
-    def attend(self, tensors: Sequence[Tensor], mask: BatchMask, arguments: Mapping[str, Any]) -> Tensor:
-        """The output of a layer, (batch, tokens, heads, dim), from (batch, heads, tokens, dim)."""
 
 
 DENSE_MASK_ARGUMENTS = (
@@ -51,7 +44,7 @@ class BatchMask:
     """
 
     band: Mask
-    call: Call = field(compare=False, repr=False)
+    call: ModelCall = field(compare=False, repr=False)
     cuts: tuple[tuple[int, ...], ...] = ()
 
     @property

@@ -15,9 +15,9 @@ from mesh_attention.planners.choice import FAMILIES, Choice, Family
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
+from mesh_attention.tuning.bounds import Traffic, plan_on, traffic
 from mesh_attention.tuning.candidates import complexity, waved
 from mesh_attention.tuning.result import Forecast
-from mesh_attention.tuning.traffic import Traffic, plan_on, traffic
 from mesh_attention.units import Progress
 
 MOST_TRANSFERS = 8192

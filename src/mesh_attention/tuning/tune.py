@@ -17,11 +17,11 @@ from mesh_attention.planners.choice import FAMILIES, Choice, Family, default_lay
 from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
+from mesh_attention.tuning.bounds import plan_on, traffic
 from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
 from mesh_attention.tuning.representative import MOST_SHORTENED
 from mesh_attention.tuning.result import FORECAST_ERROR, NEAR_TIE, Trial, Tuning, within
 from mesh_attention.tuning.search import EFFORT_ON_MANY_RANKS, PassSearch, effort, quick_effort
-from mesh_attention.tuning.traffic import plan_on, traffic
 from mesh_attention.units import GIB, Progress, format_nbytes, format_time, part_report
 
 SAME_TIME = 0.005

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mesh_attention.errors import PlanError
 from mesh_attention.plan import steps
-from mesh_attention.plan.footprint import held_nbytes, shared_buffers
+from mesh_attention.plan.buffer_sizes import held_nbytes, shared_buffers
 from mesh_attention.plan.format import format_item, format_step
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program

@@ -19,7 +19,7 @@ import typer
 
 from mesh_attention.clusters import cluster_named, cluster_to_toml
 from mesh_attention.errors import UsageError, writing
-from mesh_attention.machine.cluster import calibrated_file, slug
+from mesh_attention.machine.detected_cluster import calibrated_file, slug
 from mesh_attention.machine.fit import CallTime, Measurement, MessageTime, fit_topology
 from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Device, LinkClass, Topology

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mesh_attention.api import MeshAttention
     from mesh_attention.execution.engine import Engine
-    from mesh_attention.testing.wrappers import Counting
+    from mesh_attention_lab.testing.wrappers import Counting
 
 TIMED_RUNS = 3
 LARGEST_ERROR = 1e-4
@@ -103,7 +103,7 @@ class Demo:
         from mesh_attention.api import MeshAttention
         from mesh_attention.arguments import CallOptions
         from mesh_attention.comm.torch_dist import TorchComm
-        from mesh_attention.testing.wrappers import Counting
+        from mesh_attention_lab.testing.wrappers import Counting
 
         seq, counting = self.problem.seq_q, Counting(TorchComm())
         attention = MeshAttention(counting, choice=choice)

@@ -26,7 +26,7 @@ from mesh_attention.plan.layout import LAYOUTS, Layout, TypicalTurn, layout_name
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.planners.choice import METHODS, Choice
-from mesh_attention.planners.decode import MOST_DECODED, QUERIES, Queries
+from mesh_attention.planners.decoded_step import MOST_DECODED, QUERIES, Queries
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.representative import part_of

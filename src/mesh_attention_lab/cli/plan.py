@@ -15,7 +15,7 @@ from rich.text import Text
 
 from mesh_attention.errors import writing
 from mesh_attention.plan.assignment import Assignment, Tile
-from mesh_attention.plan.footprint import held_nbytes
+from mesh_attention.plan.buffer_sizes import held_nbytes
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import transfers

@@ -19,7 +19,7 @@ import typer
 
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import UsageError
-from mesh_attention.plan.footprint import kv_nbytes
+from mesh_attention.plan.buffer_sizes import kv_nbytes
 from mesh_attention.planners.choice import FAMILIES
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology

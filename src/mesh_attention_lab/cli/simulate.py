@@ -19,12 +19,12 @@ from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import joined
 from mesh_attention.topology import Device, Topology
+from mesh_attention.tuning.bounds import plan_on
 from mesh_attention.tuning.search import MOST_TRANSFERS
-from mesh_attention.tuning.traffic import plan_on
 from mesh_attention.units import Progress, format_nbytes, format_time
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
-from mesh_attention_lab.cli.serving import cache_words, layers_words
+from mesh_attention_lab.cli.serving_tables import cache_words, layers_words
 from mesh_attention_lab.cli.terminal import (
     cluster_words,
     plain_console,

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from mesh_attention.errors import UsageError
-from mesh_attention.plan.footprint import cache_nbytes
+from mesh_attention.plan.buffer_sizes import cache_nbytes
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice, default_layout
@@ -21,9 +21,9 @@ from mesh_attention.problem import DIRECTIONS, Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
+from mesh_attention.tuning.bounds import costs_on
 from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, trial_to_json, tuning_to_json
 from mesh_attention.tuning.stored import cached_tune
-from mesh_attention.tuning.traffic import costs_on
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import (
     GIB,
@@ -34,7 +34,7 @@ from mesh_attention.units import (
 )
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
-from mesh_attention_lab.cli.serving import cache_words, decode_words, layers_words, travel_words
+from mesh_attention_lab.cli.serving_tables import cache_words, decode_words, layers_words, travel_words
 from mesh_attention_lab.cli.terminal import (
     choice_words,
     cluster_name,
@@ -53,7 +53,7 @@ from mesh_attention_lab.cli.terminal import (
     token_words,
 )
 from mesh_attention_lab.comparison import PlanTrial, choice_without_costs, sampled_ranks, startrail
-from mesh_attention_lab.decoding import WAYS, decode_trial_as_json, decode_trials
+from mesh_attention_lab.decode_forecasts import WAYS, decode_trial_as_json, decode_trials
 from mesh_attention_lab.drawing.charts import ChartX, save_chart, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
 from mesh_attention_lab.sweep import AXES, SweepAxis, TuneAt, check_axis, sweep, sweep_tiles

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, drive
-from mesh_attention.execution.buffers import DTYPES, STATISTICS, Buffer, Fields, fields_of, token_format
+from mesh_attention.execution.buffers import STATISTICS, Buffer, Fields, fields_of, token_format
 from mesh_attention.execution.compiled import Compiled, compile_program
 from mesh_attention.execution.engine import Outputs
 from mesh_attention.execution.executor import Executor
-from mesh_attention.kernels.base import CallMask, Kernel, RowGradient, Scores
-from mesh_attention.kernels.select import choose_merging
-from mesh_attention.machine.timing import kernel_for
+from mesh_attention.kernels.base import DTYPES, CallMask, Kernel, RowGradient, Scores
+from mesh_attention.kernels.select import choose_merging, kernel_for
 from mesh_attention.masks import causal, full
 from mesh_attention.plan.assignment import Axis
 from mesh_attention.plan.plan import Plan

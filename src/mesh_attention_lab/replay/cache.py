@@ -13,12 +13,12 @@ import torch
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import Comm, drive
 from mesh_attention.errors import MemoryLimitError
-from mesh_attention.execution.buffers import DTYPES, Buffer, Fields
+from mesh_attention.execution.buffers import Buffer, Fields
 from mesh_attention.execution.executor import Executor
-from mesh_attention.kernels.base import Demand
+from mesh_attention.kernels.base import DTYPES, Demand
 from mesh_attention.kernels.decode import TorchDecode, choose_decode
 from mesh_attention.machine.timing import within
-from mesh_attention.plan.footprint import BLOCK_TOKENS
+from mesh_attention.plan.buffer_sizes import BLOCK_TOKENS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Item
 from mesh_attention.problem import Direction, Problem

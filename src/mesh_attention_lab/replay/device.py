@@ -15,9 +15,9 @@ import torch
 from mesh_attention.comm.base import Parcel
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.errors import MemoryLimitError, UsageError
-from mesh_attention.kernels.select import choose_merging
+from mesh_attention.kernels.select import choose_merging, kernel_for
 from mesh_attention.machine.fit import MessageTime, fit_topology
-from mesh_attention.machine.timing import Clock, kernel_for, measured_on, time_kernel, time_memory
+from mesh_attention.machine.timing import Clock, measured_on, time_kernel, time_memory
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress, count, format_nbytes

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import Layout
 from mesh_attention.planners.choice import FAMILIES
-from mesh_attention.planners.decode import Queries
+from mesh_attention.planners.decoded_step import Queries
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Trial
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import Progress
-from mesh_attention_lab.decoding import decode_plans
+from mesh_attention_lab.decode_forecasts import decode_plans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

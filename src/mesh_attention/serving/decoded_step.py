@@ -1,4 +1,4 @@
-"""A decoded step: one or a few new tokens of some sequences against the cache, as a plan of `planners.decode` says."""
+"""`Step`, a decoded step: one or a few new tokens of some sequences against the cache. `planners` has its plan."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mesh_attention.arguments import CallOptions
 from mesh_attention.execution.autograd import without_autocast
-from mesh_attention.execution.buffers import DTYPES
+from mesh_attention.kernels.base import DTYPES
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planners.decode import Combining, Queries, StepShape, even, plan_decode
+from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, even, plan_decode
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.new_tokens import Appended, Growth
 from mesh_attention.serving.step_runner import LayerStep, StepBuffers

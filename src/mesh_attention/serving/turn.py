@@ -1,4 +1,4 @@
-"""A turn: new tokens of some sequences, spread over the ranks, against all that is cached plus themselves.
+"""`Turn`: new tokens of some sequences, spread over the ranks, against all that is cached plus themselves.
 
 The new tokens of all sequences are packed into one: queries end to end, and for each its keys, cached and new. Each
 sequence is a document, causal from the right, so the turn is a problem like any other, on a layout of its own for keys

@@ -1,4 +1,4 @@
-"""Buffers of a program, and the bytes that they hold.
+"""Which buffers a program needs, and how many bytes they hold. Allocates nothing; also the size of a cache.
 
 Shards that one attend reads together share a buffer, sorted by position, so that the kernel reads them in one piece; so
 do the running sums it adds to; over a cache, so do the partials that are merged at once, and all results. Such a buffer

@@ -34,7 +34,7 @@ from mesh_attention.prices import (
 )
 from mesh_attention.problem import Problem
 from mesh_attention.topology import RUN, Topology
-from mesh_attention.tuning.work import Needs, needs, pairs_of
+from mesh_attention.tuning.mask_work import Needs, needs, pairs_of
 
 LEFT_EXPOSED = 0.05
 

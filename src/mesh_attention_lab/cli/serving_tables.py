@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mesh_attention.plan.blocks import token_nbytes
-from mesh_attention.plan.footprint import cache_nbytes, kv_nbytes, kv_token_nbytes
+from mesh_attention.plan.buffer_sizes import cache_nbytes, kv_nbytes, kv_token_nbytes
 from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Problem
 from mesh_attention.units import format_nbytes, format_time

@@ -1,4 +1,4 @@
-"""A schedule in the making: shards that have arrived, blocks that are done, and clocks for compute and for the link.
+"""A schedule as it is built: shards that have arrived, blocks that are done, and clocks for compute and for the link.
 
 The orders that build on this, `greedy` and `priced`, choose the next call. `held_share` says how much memory the
 moves of an order hold.
@@ -226,8 +226,8 @@ SUM_WIDTH = 2
 def held_share(moves: Sequence[Move], direction: Direction, *, sizes: Sizes) -> float:
     """Peak memory of a list of moves, divided by the memory of the inputs and running sums of all rows and columns.
 
-    It follows the rules of `plan.footprint`, in offsets. Rows that meet in one call share a buffer, from the fetch of
-    the first until the last is complete; their running sums share one from the first meet on. The same holds for
+    It follows the rules of `plan.buffer_sizes`, in offsets. Rows that meet in one call share a buffer, from the fetch
+    of the first until the last is complete; their running sums share one from the first meet on. The same holds for
     columns. The results of a call count while it runs. Partials that are being sent do not count.
     """
     change = [0.0] * (len(moves) + 1)  # in what is held, at each move
