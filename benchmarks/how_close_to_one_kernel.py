@@ -20,9 +20,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from run_facts import commit
@@ -31,14 +30,9 @@ from mesh_attention import Problem, causal
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.topology import Topology
 from mesh_attention.units import format_size
-from mesh_attention_lab.cli.replay import bar_groups
-from mesh_attention_lab.drawing.charts import BarGroup, rate_chart, save_chart
 from mesh_attention_lab.replay.device import Environment, check_memory, environment_of, find_device, measure_cluster
 from mesh_attention_lab.replay.replay import replay
 from mesh_attention_lab.replay.result import Replayed, ReplayRow, kernel_as_json, row_as_json, rows_of, tuned_parts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAME = "how_close_to_one_kernel"
 METHODS = ("ring", "mesh", "ulysses+mesh", "attention2d")
@@ -118,7 +112,7 @@ class Run:
     def write(self) -> None:
         if self.given.out is not None:
             self.given.out.mkdir(parents=True, exist_ok=True)
-            _write(self.given.out, self.lines, self.facts, _chart(self.found, device=self.environment.device))
+            _write(self.given.out, self.lines, self.facts)
 
 
 def _arguments() -> argparse.Namespace:
@@ -129,7 +123,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, help="the rank to play; by default the middle one")
     parser.add_argument("--no-graphs", action="store_true", help="queue every step instead of launching CUDA graphs")
     parser.add_argument("--quick", action="store_true", help="use a small problem of 8 ranks")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the table, JSON and a chart to this folder")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the table and JSON to this folder")
     return parser.parse_args()
 
 
@@ -214,33 +208,10 @@ def _fact(problem: Problem, replayed: Replayed) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, lines: list[str], facts: dict[str, Any], chart: Figure | None) -> None:
+def _write(folder: Path, lines: list[str], facts: dict[str, Any]) -> None:
     header = [f"$ {facts['command']}", facts["date"], f"commit {facts['commit']}"]
     (folder / f"{NAME}.txt").write_text("\n".join([*header, *lines, ""]))
     (folder / f"{NAME}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    if chart is not None:
-        save_chart(chart, folder / f"{NAME}.png")
-
-
-def _chart(found: Sequence[tuple[Problem, Replayed]], *, device: str) -> Figure | None:
-    """The chart; None if matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        return None
-    groups = [
-        BarGroup(name=f"{format_size(problem.seq_q)}\n{problem.kv_heads} KV\n{label}", bars=group.bars, line=group.line)
-        for problem, replayed in found
-        for group, label in zip(bar_groups(replayed), ("forward", "backward", "both"), strict=True)
-        if label != "backward"
-    ]
-    problem = found[0][0]
-    return rate_chart(
-        groups,
-        unit="TFLOP/s",
-        expected="forecast",
-        line="one kernel",
-        title=f"One rank of {problem.ranks}, replayed on {device}",
-        below=f"{problem.heads} heads × {problem.head_dim_qk}, {problem.dtype}, causal, zigzag",
-    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 from rich.console import Console
 from rich.table import Table
@@ -28,10 +29,11 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import plan_on, traffic
 from mesh_attention.tuning.candidates import shapes
-from mesh_attention.tuning.result import Trial, Tuning
+from mesh_attention.tuning.result import Forecast, Trial, Tuning
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.tune import tune
-from mesh_attention_lab.comparison import STARTRAIL, startrail
+
+STARTRAIL = cast("Family", "startrail")
 
 ROWS: tuple[Family, ...] = (*FAMILIES, STARTRAIL)
 LIMIT_S = {256: 10.0, 1024: 60.0}
@@ -72,8 +74,60 @@ def _timed(problem: Problem, directions: Sequence[Direction], cluster: Topology)
     start = time.process_time()
     tuning = tune(problem, cluster, directions=directions)
     seconds = time.process_time() - start
-    bound = startrail(tuning, problem, cluster, memory_limit=None)
+    bound = startrail(tuning, problem, cluster)
     return replace(tuning, trials=(*tuning.trials, *filter(None, [bound]))), seconds
+
+
+# StarTrail has no planner here. With degree C, it gathers Q, K and V in teams of C, passes the gathered K and V round
+# rings of teams, and reduces the outputs in teams. A rank computes C query shards with n / C key/value shards: the
+# blocks of a mesh tile of C rows. It sends everything that mesh does, and also gathers K and V. So it takes at least as
+# long as the fastest schedule found for a mesh tile of C rows.
+
+
+MOST_DEGREES = 2
+TRIED, PRICED_RANKS = 3, 8
+"""Placements, routes and groupings of a tile that are simulated, the most promising first, and then the first of them
+with a cost-based grouping; and the ranks of each whose calls are priced."""
+
+
+def startrail(tuning: Tuning, problem: Problem, topology: Topology) -> Trial | None:
+    """The bound of its best degree, one for both passes; None where there is none."""
+    chosen = tuning.chosen.choices
+    layout = next(iter(chosen.values())).layout or default_layout(problem)
+    n = problem.ranks
+    tiles: dict[int, list[Choice]] = {c: [] for c in range(2, n) if c * c <= n and n % (c * c) == 0}
+    for choice in shapes(problem, topology, layout=layout):
+        if _startrail_degree(choice) in tiles:
+            tiles[choice.assignment.tile.rows].append(choice)
+
+    def least_s(degree: int) -> float:
+        return sum(min(traffic(c, problem, topology, direction).bound_s for c in tiles[degree]) for direction in chosen)
+
+    bounds = []
+    for degree in sorted(tiles, key=least_s)[:MOST_DEGREES]:
+        forecasts = {}
+        for direction in chosen:
+            tuned = [t.forecasts[direction] for t in tuning.trials if _startrail_degree(t.choices[direction]) == degree]
+            forecasts[direction] = min(
+                [_fastest(tiles[degree], problem, topology, direction), *tuned], key=lambda forecast: forecast.time_s
+            )
+        bounds.append(Trial(family=STARTRAIL, choices={}, forecasts=forecasts))
+    return min(bounds, key=lambda bound: bound.time_s, default=None)
+
+
+def _startrail_degree(choice: Choice) -> int | None:
+    """The degree whose blocks a choice computes without Ulysses; None for other choices."""
+    return None if choice.assignment.ulysses_degree > 1 or choice.keep else choice.assignment.tile.rows
+
+
+def _fastest(choices: Sequence[Choice], problem: Problem, topology: Topology, direction: Direction) -> Forecast:
+    """The forecast of the fastest of the most promising choices, in any grouping."""
+    candidates = [replace(choice, blocks_per_call=blocks) for choice in choices for blocks in groupings(choice)]
+    promising = sorted(candidates, key=lambda choice: traffic(choice, problem, topology, direction).estimate_s)
+    tried = dict.fromkeys((*promising[:TRIED], replace(promising[0], blocks_per_call=None)))
+    plans = [plan_on(topology, problem, choice, direction) for choice in tried]
+    forecasts = [Forecast.of(simulate(plan, topology, priced_ranks=PRICED_RANKS)) for plan in plans]
+    return min(forecasts, key=lambda forecast: forecast.time_s)
 
 
 def _print(cluster: Topology, found: Sequence[tuple[Case, Tuning, float]]) -> None:

@@ -20,7 +20,6 @@ from mesh_attention.errors import UsageError
 from mesh_attention.topology import Topology
 from mesh_attention_lab.cli.main import main
 from mesh_attention_lab.cli.replay import parse_methods
-from mesh_attention_lab.drawing.charts import Bar, BarGroup, rate_chart
 
 run = test_cli.run
 """The fixture."""
@@ -106,7 +105,7 @@ def test_nothing_is_wider_than_the_terminal(run: Run, monkeypatch: pytest.Monkey
 def test_json_has_everything(answer: Any) -> None:
     assert set(answer) == {
         *("command", "device", "kernel", "merging", "versions", "machine", "date", "problem", "layout", "cluster"),
-        *("is_measured", "is_captured", "read_gb_per_s", "rank", "rounds", "rows", "one_kernel", "chart"),
+        *("is_measured", "is_captured", "read_gb_per_s", "rank", "rounds", "rows", "one_kernel"),
     }
     assert {"mesh-attention", "torch", "python"} <= set(answer["versions"])
     assert (answer["rank"], answer["rounds"], answer["layout"]) == (2, 2, "zigzag")
@@ -149,13 +148,6 @@ def test_without_a_cluster_this_device_and_its_link_are_measured(run: Run, monke
 
 
 # Files
-
-
-def test_the_chart_is_written(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "chart.png"
-    outcome = run(f"{REPLAY} --backward --chart", path)
-    assert outcome.out.endswith(f"wrote {path}\n")
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plan_file_is_replayed_beside(run: Run, tmp_path: Path) -> None:
@@ -209,7 +201,6 @@ def test_plan_files_that_do_not_fit_are_refused(run: Run, tmp_path: Path) -> Non
         ("--device tpu", "device 'tpu': expected cpu, cuda, or cuda:1"),
         ("--kv-heads 2 --methods ulysses", "method ulysses: 2 KV heads cannot be spread over 4 ranks"),
         ("--dtype int8", "dtype='int8': expected one of float64"),
-        ("--chart chart.gif", "--chart chart.gif: expected a file name that ends in"),
         ("--cluster nowhere", "nowhere"),
     ],
 )
@@ -239,36 +230,8 @@ def test_methods_may_be_spelt_in_plain_letters() -> None:
 def test_help_names_the_options(run: Run) -> None:
     code, out, _ = run("replay --help")
     assert code == 0
-    for option in ("--methods", "--plan", "--rank", "--rounds", "--device", "--cluster", "--no-graphs", "--chart"):
+    for option in ("--methods", "--plan", "--rank", "--rounds", "--device", "--cluster", "--no-graphs"):
         assert option in out
-
-
-# The picture
-
-
-def test_bars_have_their_values_lines_and_marks() -> None:
-    bars = (Bar(name="ring", value=250.0, expected=240.0), Bar(name="mesh", value=0.5, expected=260.0))
-    figure = rate_chart(
-        [BarGroup(name="forward", bars=bars, line=600.0)], unit="TFLOP/s", expected="forecast", line="one kernel"
-    )
-    axes = figure.axes[0]
-    assert [patch.get_height() for patch in axes.patches] == [250.0, 0.5]
-    assert [line.get_ydata()[0] for line in axes.lines] == [240.0, 260.0]
-    assert [text.get_text() for text in axes.texts] == ["250", "0.5"]
-    assert axes.collections[0].get_segments()[0][0][1] == 600.0
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["ring", "mesh", "one kernel", "forecast"]
-
-
-def test_no_grid_line_goes_through_a_value_above_its_bar() -> None:
-    group = BarGroup(name="forward", bars=(Bar(name="ring", value=600.0), Bar(name="mesh", value=20.0)))
-    figure = rate_chart([group], unit="TFLOP/s", expected="forecast", line="one kernel")
-    figure.canvas.draw()
-    axes = figure.axes[0]
-    for above in axes.texts:
-        ground = above.get_bbox_patch()
-        assert ground is not None
-        assert ground.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
-        assert above.get_zorder() > max(line.get_zorder() for line in axes.get_ygridlines())
 
 
 # The benchmark
@@ -296,4 +259,3 @@ def test_the_benchmark_prints_a_table_and_last_a_json_line(
     written = (tmp_path / f"{BENCHMARK.stem}.txt").read_text()
     assert f"\ncommit {facts['commit']}\n" in written
     assert all(text in written for text in out[:-1])
-    assert (tmp_path / f"{BENCHMARK.stem}.png").read_bytes().startswith(b"\x89PNG")

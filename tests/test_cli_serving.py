@@ -199,7 +199,6 @@ BAD_LINES = [
     (f"{TUNE} --layout zigzag", "--layout cannot be combined with --new"),
     (f"{TUNE} --queries replicated", "--queries needs --decode"),
     (f"{TUNE} --decode", "--new 512 with --decode: expected at most 16 new tokens of each sequence"),
-    (f"{TUNE} --against seq --chart x.svg", "--against seq cannot be combined with --new; use --against ranks"),
     (f"{TUNE} --layers 0", "--layers '0': expected a whole number, 1 or more"),
     ("tune --cluster h100x8 --heads 8", "Missing option '--seq'; give the length of the sequence, or for serving"),
     ("tune --cluster h100x8 --heads 8 --cached 4k", "--cached needs --new TOKENS (or --prefill)"),

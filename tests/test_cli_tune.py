@@ -15,7 +15,6 @@ from test_cli import Run, as_json
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, parse_plan
 from mesh_attention.clusters import cluster_named, cluster_to_toml
-from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planners.choice import Choice
@@ -25,12 +24,9 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning, tuning_from_json
 from mesh_attention.tuning.stored import cached_tune
 from mesh_attention.tuning.tune import tune, tuned_plans
-from mesh_attention.units import format_time
 from mesh_attention_lab.cli.terminal import Column, print_table
 from mesh_attention_lab.cli.tune import explicit_code
-from mesh_attention_lab.comparison import choice_without_costs, startrail, usual_ring_plan
-from mesh_attention_lab.drawing.charts import ChartPoint
-from mesh_attention_lab.sweep import MAIN_METHODS
+from mesh_attention_lab.comparison import choice_without_costs, usual_ring_plan
 
 run = test_cli.run
 """The fixture."""
@@ -104,13 +100,6 @@ def test_every_number_of_the_table_is_the_trials(run: Run, tuning: Tuning, monke
         shown = [float(text.replace(",", "")) for text in rows[trial.family][:5]]
         assert shown == pytest.approx(meant, rel=0.005, abs=0.006)
     assert rows[tuning.trials[-1].family][5] == tuning.trials[-1].reason
-
-
-def test_a_bound_is_stated_below_the_table(run: Run, tuning: Tuning, topology: Topology) -> None:
-    bound = startrail(tuning, PROBLEM, topology, memory_limit=None)
-    assert bound is not None
-    words = " ".join(run(f"{TUNE} --backward").out.split())
-    assert f"startrail, which has no planner here, takes {format_time(bound.time_s)} or more." in words
 
 
 def test_configurations_of_two_passes_stand_below_each_other_where_they_differ(run: Run, tuning: Tuning) -> None:
@@ -316,50 +305,7 @@ def test_methods_within_the_error_are_grouped_and_the_simplest_is_named(run: Run
     assert as_json(run(f"{TUNE} --backward --json"))["simplest"] == tuning.trials.index(tuning.simplest)
 
 
-# tune --chart and --trace
-
-
-def test_a_chart_against_ranks_has_the_tunings_of_each(run: Run, tmp_path: Path, topology: Topology) -> None:
-    file = tmp_path / "chart.png"
-    chart = as_json(run(f"{TUNE} --json --against ranks --chart", file))["chart"]
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert (chart["path"], chart["x"], chart["left_out"]) == (str(file), "ranks", [])
-    assert {point["x"] for point in chart["points"]} == {8, 16}
-    tuning = tune(PROBLEM, topology)
-    drawn = [trial for trial in tuning.trials if trial.family in (*MAIN_METHODS, tuning.chosen.family)]
-    expected = [ChartPoint(t.family, 16, t.time_s, t.exposed_s) for t in drawn]
-    found = [ChartPoint(**point) for point in chart["points"] if point["x"] == 16]
-    assert sorted(found, key=str) == sorted(expected, key=str)
-
-
-def test_a_chart_against_seq_keeps_the_ranks(run: Run, tmp_path: Path) -> None:
-    line = "tune --cluster h100x8 --seq 192k --seq-kv 96k --heads 4 --json --against seq --chart"
-    chart = as_json(run(line, tmp_path / "chart.svg"))["chart"]
-    assert {point["x"] for point in chart["points"]} == {65536, 131072, 196608}
-    other = as_json(run("tune --cluster h100x8 --seq 64k --seq-kv 32k --heads 4 --json"))["tuning"]["trials"][0]
-    shown = [p for p in chart["points"] if (p["method"], p["x"]) == (other["family"], 65536)]
-    assert [point["time_s"] for point in shown] == [other["forecasts"]["forward"]["time_s"]]
-
-
-def test_a_chart_against_tiles_has_every_tile_of_the_chosen_degree(run: Run, tmp_path: Path) -> None:
-    answer = as_json(run(f"{TUNE} --backward --json --against tile --chart", tmp_path / "chart.pdf"))
-    degree = answer["options"]["forward"]["ulysses_degree"]
-    assert degree > 1
-    tiles = [str(tile) for tile in tiles_of(16 // degree)]
-    for method in ("mesh", "attention2d"):
-        assert [p["x"] for p in answer["chart"]["points"] if p["method"] == method] == tiles
-    assert answer["chart"]["title"].endswith(f"on h100x16, Ulysses degree {degree}")
-    chosen = str(answer["options"]["forward"]["tile"])
-    mesh = next(p for p in answer["chart"]["points"] if (p["method"], p["x"]) == ("mesh", chosen))
-    best = sum(f["time_s"] for f in answer["tuning"]["trials"][0]["forecasts"].values())
-    assert best * 0.99 <= mesh["time_s"] <= best * 1.1
-
-
-def test_what_does_not_fit_into_memory_is_not_in_the_chart_and_said(run: Run, tmp_path: Path) -> None:
-    out = run(f"{TUNE} --memory 80MiB --against ranks --chart", tmp_path / "chart.png").out
-    assert "not in the chart, because no plan fits into the memory: 8\n" in out
-    out = run(f"{TUNE} --memory 80MiB --against tile --chart", tmp_path / "chart.png").out
-    assert re.search(r"no plan fits into the memory: .*attention2d [124]x", out)
+# tune --trace
 
 
 def test_a_trace_has_both_passes_of_the_choice(run: Run, tmp_path: Path) -> None:

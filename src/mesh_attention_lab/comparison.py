@@ -1,4 +1,4 @@
-"""Other methods next to a plan: their plans of the same problem, and a bound for StarTrail, which has none here."""
+"""Other methods next to a plan: their plans of the same problem."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.bounds import plan_on, traffic
-from mesh_attention.tuning.candidates import shapes
-from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial, Tuning
-from mesh_attention.tuning.search import MOST_TRANSFERS, groupings
-from mesh_attention.units import GIB, Progress
+from mesh_attention.tuning.bounds import plan_on
+from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial
+from mesh_attention.tuning.search import MOST_TRANSFERS
+from mesh_attention.units import Progress
 
 MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16
 """Blocks of a rank up to which each is a call unless a number is stated; and the number where there are more."""
@@ -65,21 +64,6 @@ def choice_without_costs(problem: Problem, topology: Topology, trial: Trial) -> 
         if sum(times_s) <= trial.time_s * (1 + NEAR_TIE):
             return choice
     return None
-
-
-TRIED, PRICED_RANKS = 3, 8
-"""Placements, routes and groupings of a tile that are simulated, the most promising first, and then the first of them
-with a cost-based grouping; and the ranks of each whose calls are priced."""
-
-
-def fastest(choices: Sequence[Choice], problem: Problem, topology: Topology, direction: Direction) -> Forecast:
-    """The forecast of the fastest of the most promising choices, in any grouping."""
-    candidates = [replace(choice, blocks_per_call=blocks) for choice in choices for blocks in groupings(choice)]
-    promising = sorted(candidates, key=lambda choice: traffic(choice, problem, topology, direction).estimate_s)
-    tried = dict.fromkeys((*promising[:TRIED], replace(promising[0], blocks_per_call=None)))
-    plans = [plan_on(topology, problem, choice, direction) for choice in tried]
-    forecasts = [Forecast.of(simulate(plan, topology, priced_ranks=PRICED_RANKS)) for plan in plans]
-    return min(forecasts, key=lambda forecast: forecast.time_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,52 +164,6 @@ def _row(plan: Plan, costs: Sequence[RankCosts], ring: float, least: float, is_t
         imbalance=imbalance(cost.flops for cost in costs),
         **worst,
     )
-
-
-# StarTrail: with degree C, it gathers Q, K and V in teams of C, passes the gathered K and V round rings of teams, and
-# reduces the outputs in teams. A rank computes C query shards with n / C key/value shards: the blocks of a mesh tile of
-# C rows. It sends everything that mesh does, and also gathers K and V. So it takes at least as long as the fastest
-# schedule found for a mesh tile of C rows.
-
-
-STARTRAIL = cast("Family", "startrail")
-MOST_DEGREES = 2
-
-
-def startrail_degrees(ranks: int) -> list[int]:
-    """Degrees C for which n is a multiple of C²; without 1, which is Ring-Attention."""
-    return [c for c in range(2, ranks) if c * c <= ranks and ranks % (c * c) == 0]
-
-
-def startrail(tuning: Tuning, problem: Problem, topology: Topology, *, memory_limit: float | None) -> Trial | None:
-    """The bound of its best degree, one for both passes; None where there is none that fits, or for many ranks."""
-    if problem.ranks >= MANY_RANKS:
-        return None
-    chosen, most_nbytes = tuning.chosen.choices, memory_limit or topology.device.memory_gib * GIB
-    layout = next(iter(chosen.values())).layout or default_layout(problem)
-    tiles: dict[int, list[Choice]] = {degree: [] for degree in startrail_degrees(problem.ranks)}
-    for choice in shapes(problem, topology, layout=layout):
-        if _startrail_degree(choice) in tiles:
-            tiles[choice.assignment.tile.rows].append(choice)
-
-    def least_s(degree: int) -> float:
-        return sum(min(traffic(c, problem, topology, direction).bound_s for c in tiles[degree]) for direction in chosen)
-
-    bounds = []
-    for degree in sorted(tiles, key=least_s)[:MOST_DEGREES]:
-        forecasts = {}
-        for direction in chosen:
-            tuned = [t.forecasts[direction] for t in tuning.trials if _startrail_degree(t.choices[direction]) == degree]
-            forecasts[direction] = min(
-                [fastest(tiles[degree], problem, topology, direction), *tuned], key=lambda forecast: forecast.time_s
-            )
-        bounds.append(Trial(family=STARTRAIL, choices={}, forecasts=forecasts))
-    return min((b for b in bounds if b.peak_nbytes <= most_nbytes), key=lambda bound: bound.time_s, default=None)
-
-
-def _startrail_degree(choice: Choice) -> int | None:
-    """The degree whose blocks a choice computes without Ulysses; None for other choices."""
-    return None if choice.assignment.ulysses_degree > 1 or choice.keep else choice.assignment.tile.rows
 
 
 def sampled_ranks(ranks: int, *, all_up_to: int = ALL_RANKS, sample: int = 16) -> tuple[int, ...]:

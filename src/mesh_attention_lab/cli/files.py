@@ -13,7 +13,6 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.problem import Problem
 from mesh_attention.units import Progress, count
 from mesh_attention.verification.rules import check
-from mesh_attention_lab.drawing.charts import FORMATS, new_figure
 
 WRITES_ONE = "'mesh-attention plan --save FILE' writes one"
 
@@ -61,14 +60,6 @@ def output_file(text: str, *, example: str) -> Path:
         raise UsageError(f" {path}: {path.parent} does not exist; create it or write elsewhere")
     if isdir(path):
         raise UsageError(f" {path}: is a directory; give a file name, such as {path / example}")
-    return path
-
-
-def chart_file(text: str) -> Path:
-    path = output_file(text, example="chart.png")
-    if path.suffix.lower() not in FORMATS:
-        raise UsageError(f" {path}: expected a file name that ends in {' or '.join(FORMATS)}")
-    new_figure(height_in=1.0)  # refuses where matplotlib is missing
     return path
 
 

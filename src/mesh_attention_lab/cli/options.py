@@ -31,7 +31,7 @@ from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.representative import part_of
 from mesh_attention.units import BYTES, TOKENS, Progress, count
-from mesh_attention_lab.cli.files import chart_file, checked_plan, output_file
+from mesh_attention_lab.cli.files import checked_plan, output_file
 from mesh_attention_lab.cli.terminal import mask_words
 
 HEAD_DIM = 128
@@ -156,9 +156,6 @@ Layers = Annotated[int, whole_number("Serving: layers of the model, which times 
 BothPasses = Annotated[bool, flag("--backward", "Forward and backward together.", PLAN)]
 AsJson = Annotated[bool, flag("--json", "Print one JSON object and nothing else.", OUTPUT)]
 TraceFile = Annotated[Path | None, file("Write a timeline of the ranks for ui.perfetto.dev (JSON).", "trace.json")]
-ChartFile = Annotated[
-    Path | None, option("Draw a chart: .png, .svg or .pdf. Needs matplotlib.", "FILE", chart_file, OUTPUT)
-]
 
 
 # The problem

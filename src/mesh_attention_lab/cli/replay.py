@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,7 +36,6 @@ from mesh_attention_lab.cli.terminal import (
     progress,
     times,
 )
-from mesh_attention_lab.drawing.charts import Bar, BarGroup, rate_chart, save_chart
 from mesh_attention_lab.replay.result import (
     BEST,
     Part,
@@ -51,8 +49,6 @@ from mesh_attention_lab.replay.result import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from mesh_attention_lab.replay.device import Environment
 
 
@@ -111,7 +107,6 @@ class ReplayOptions(opt.DecodeOptions):
         ),
     ] = None
     no_graphs: Annotated[bool, opt.flag("--no-graphs", "Queue every step, without CUDA graphs.", REPLAY)] = False
-    chart: opt.ChartFile = None
     json: opt.AsJson = False
 
 
@@ -124,20 +119,15 @@ def replay_command(options: ReplayOptions) -> None:
     """
     command = shlex.join(["mesh-attention", *options.context.obj])
     if options.decode:
-        options.refuse_with("--decode", "methods", "plan", "backward", "layout", "chart")  # its program is fixed
+        options.refuse_with("--decode", "methods", "plan", "backward", "layout")  # its program is fixed
     elif not options.methods and not options.plan:
         raise UsageError("nothing to replay: give --methods, or a --plan")
     with progress("starting") as report:
         played = _play(options, command, report)
-        if options.chart is not None:
-            report(f"drawing {options.chart.name}", 1.0)
-            save_chart(chart_of(played), options.chart)
     if options.json:
-        typer.echo(json.dumps(as_json(played) | {"chart": None if options.chart is None else str(options.chart)}))
-        return
-    print_replay(played)
-    if options.chart is not None:
-        typer.echo(f"\nwrote {options.chart}")
+        typer.echo(json.dumps(as_json(played)))
+    else:
+        print_replay(played)
 
 
 def _play(options: ReplayOptions, command: str, report: Progress) -> Played:
@@ -327,7 +317,7 @@ def _caption(played: Played, rows: Sequence[ReplayRow]) -> str:
     )
 
 
-# For machines, and as a chart
+# For machines
 
 
 def as_json(played: Played) -> dict[str, Any]:
@@ -345,25 +335,3 @@ def as_json(played: Played) -> dict[str, Any]:
         "rows": [row_as_json(row) for row in rows_of(played.replayed)],
         "one_kernel": [kernel_as_json(timed) for timed in played.replayed.kernel],
     }
-
-
-def chart_of(played: Played) -> Figure:
-    return rate_chart(
-        bar_groups(played.replayed),
-        unit="TFLOP/s",
-        expected="forecast",
-        line="one kernel",
-        title=f"One rank of {played.problem.ranks:,}, replayed on {played.environment.device}",
-        below=problem_words(played.problem, played.layout),
-    )
-
-
-def bar_groups(replayed: Replayed) -> list[BarGroup]:
-    """One for each pass, and one for both."""
-    rows, groups = rows_of(replayed), []
-    for what in dict.fromkeys(row.what for row in rows):
-        of_pass = [row for row in rows if row.what == what]
-        bars = tuple(Bar(name=row.method, value=row.tflops, expected=row.forecast_tflops) for row in of_pass)
-        name = "forward and backward" if what == "both" else what
-        groups.append(BarGroup(name=name, line=median(row.tflops / row.share for row in of_pass), bars=bars))
-    return groups

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from mesh_attention.errors import UsageError
 from mesh_attention.plan.buffer_sizes import cache_nbytes
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
@@ -22,12 +20,10 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import costs_on
-from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, trial_to_json, tuning_to_json
+from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, tuning_to_json
 from mesh_attention.tuning.stored import cached_tune
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import (
-    GIB,
-    Progress,
     count,
     format_nbytes,
     format_time,
@@ -40,7 +36,6 @@ from mesh_attention_lab.cli.terminal import (
     cluster_name,
     cluster_words,
     head_words,
-    mask_words,
     new_words,
     percent,
     plain_console,
@@ -50,15 +45,10 @@ from mesh_attention_lab.cli.terminal import (
     problem_words,
     progress,
     time_words,
-    token_words,
 )
-from mesh_attention_lab.comparison import PlanTrial, choice_without_costs, sampled_ranks, startrail
+from mesh_attention_lab.comparison import PlanTrial, choice_without_costs, sampled_ranks
 from mesh_attention_lab.decode_forecasts import WAYS, decode_trial_as_json, decode_trials
-from mesh_attention_lab.drawing.charts import ChartX, save_chart, time_chart
 from mesh_attention_lab.drawing.trace import write_trace
-from mesh_attention_lab.sweep import AXES, SweepAxis, TuneAt, check_axis, sweep, sweep_tiles
-
-CHART_X: dict[SweepAxis, ChartX] = {"ranks": "ranks", "seq": "sequence length", "tile": "tile"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,22 +63,10 @@ class TuneOptions(opt.DecodeOptions, opt.ClusterOptions):
             opt.PLAN,
         ),
     ] = None
-    chart: opt.ChartFile = None
-    against: Annotated[SweepAxis | None, opt.one_of("The x axis of --chart.", AXES, opt.OUTPUT)] = None
     trace: opt.TraceFile = None
     no_cache: Annotated[bool, opt.flag("--no-cache", "Neither read nor keep tunings on disk.", opt.OUTPUT)] = False
     layers: opt.Layers = 1
     json: opt.AsJson = False
-
-    def check(self) -> None:
-        """Raise for options that contradict each other."""
-        opt.check_layers(self.layers, is_served=self.is_turn)
-        if self.is_turn and self.against == "seq":
-            raise UsageError("--against seq cannot be combined with --new; use --against ranks or tile")
-        if self.against is not None and self.chart is None:
-            raise UsageError("--against needs --chart FILE")
-        if self.chart is not None and self.against is None:
-            raise UsageError(f"--chart needs --against {' '.join(AXES)}")
 
 
 def tune_command(options: TuneOptions) -> None:
@@ -102,19 +80,14 @@ def tune_command(options: TuneOptions) -> None:
         return
     problem, directions = options.problem(topology.ranks), options.passes(both=options.backward)
     layout = options.planned_layout
-    options.check()
+    opt.check_layers(options.layers, is_served=options.is_turn)
     opt.refuse_uneven(problem, layout or default_layout(problem), topology)
-    if options.against is not None:
-        check_axis(options.against, problem)
-
-    def tune_at(problem: Problem, topology: Topology, report: Progress) -> tuple[Tuning, bool]:
+    with progress("tuning") as report:
         settings: dict[str, Any] = {"directions": directions, "memory_limit": options.memory, "on_progress": report}
         if options.no_cache:
-            return tune(problem, topology, layout=layout, **settings), False
-        return cached_tune(problem, topology, layout=layout, **settings)
-
-    with progress("tuning") as report:
-        tuning, is_from_cache = tune_at(problem, topology, report)
+            tuning, is_from_cache = tune(problem, topology, layout=layout, **settings), False
+        else:
+            tuning, is_from_cache = cached_tune(problem, topology, layout=layout, **settings)
         report("checking what to write", 1.0)
         answer = TuneAnswer(
             problem=problem,
@@ -125,7 +98,6 @@ def tune_command(options: TuneOptions) -> None:
             tuning=tuning,
             is_from_cache=is_from_cache,
             plans=tuned_plans(problem, topology, tuning.chosen),
-            bound=startrail(tuning, problem, topology, memory_limit=options.memory),
             plain=choice_without_costs(problem, topology, tuning.chosen),
             layers=options.layers if options.is_turn else None,
         )
@@ -133,22 +105,17 @@ def tune_command(options: TuneOptions) -> None:
             spans_of = sampled_ranks(topology.ranks)
             passes = [simulate(p, topology, spans_of=spans_of, on_progress=report) for p in answer.plans.values()]
             write_trace(options.trace, joined(passes))
-        chart: dict[str, Any] | None = None
-        if options.chart is not None and options.against is not None:
-            chart = _draw(answer, tune_at, options.against, options.chart, report)
     if options.json:
-        typer.echo(json.dumps(_as_json(answer) | {"trace": options.trace and str(options.trace), "chart": chart}))
+        typer.echo(json.dumps(_as_json(answer) | {"trace": options.trace and str(options.trace)}))
         return
     print_tuning(answer)
-    for path in filter(None, (options.trace, options.chart)):
-        typer.echo(f"\nwrote {path}")
-    if chart is not None and chart["left_out"]:
-        typer.echo(f"not in the chart, because no plan fits into the memory: {', '.join(chart['left_out'])}")
+    if options.trace is not None:
+        typer.echo(f"\nwrote {options.trace}")
 
 
 def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
     """A decoded step has a fixed program, so only how queries are held and partial results combined is chosen."""
-    options.refuse_with("--decode", "backward", "layout", "memory", "chart", "against")
+    options.refuse_with("--decode", "backward", "layout", "memory")
     problem, layers = options.decoded(topology.ranks), options.layers
     spans_of = sampled_ranks(topology.ranks) if options.trace else ()
     trials = decode_trials(problem, topology, queries=options.queries, spans_of=spans_of)
@@ -198,34 +165,6 @@ def _print_decoding(problem: Problem, topology: Topology, trials: Sequence[PlanT
     console.print(DECODE_CAPTION, style="dim")
 
 
-def _draw(answer: TuneAnswer, tune_at: TuneAt, axis: SweepAxis, path: Path, report: Progress) -> dict[str, Any]:
-    """Draw the chart; returns what it shows."""
-    problem, topology, chosen = answer.problem, answer.topology, answer.tuning.chosen
-    if axis == "tile":
-        limit = topology.device.memory_gib * GIB if answer.memory_limit is None else answer.memory_limit
-        drawn = sweep_tiles(problem, topology, chosen=chosen, memory_limit=limit, report=report)
-    else:
-        drawn = sweep(axis, problem, topology, chosen=chosen.family, tune_at=tune_at, report=report)
-    report(f"drawing {path.name}", 1.0)
-    x, title = CHART_X[axis], _title(answer, axis)
-    save_chart(time_chart(drawn.points, x=x, title=title), path)
-    return asdict(drawn) | {"path": str(path), "x": x, "title": title}
-
-
-def _title(answer: TuneAnswer, axis: SweepAxis) -> str:
-    """What the points of a chart have in common."""
-    problem = answer.problem
-    lengths = token_words(problem) if answer.layers is None else new_words(problem)
-    words = [head_words(problem), mask_words(problem), " and ".join(answer.plans)]
-    if axis == "ranks":
-        return ", ".join([lengths, *words, f"on {answer.topology.name}"])
-    words.append(f"on {cluster_name(answer.topology)}")
-    if axis == "seq":
-        return ", ".join(words)
-    degree = next(iter(answer.tuning.chosen.choices.values())).assignment.ulysses_degree
-    return ", ".join([lengths, *words, *([f"Ulysses degree {degree}"] if degree > 1 else [])])
-
-
 def _as_json(answer: TuneAnswer) -> dict[str, Any]:
     choices, plans = answer.tuning.chosen.choices, answer.plans
     return {
@@ -234,7 +173,6 @@ def _as_json(answer: TuneAnswer) -> dict[str, Any]:
         "directions": list(plans),
         "memory_limit": answer.memory_limit,
         "tuning": tuning_to_json(answer.tuning),
-        "bound": None if answer.bound is None else trial_to_json(answer.bound),
         "is_from_cache": answer.is_from_cache,
         "serving": None if answer.layers is None else _turn_as_json(answer, answer.layers),
         "digests": {direction: plan.digest for direction, plan in plans.items()},
@@ -279,8 +217,6 @@ class TuneAnswer:
     tuning: Tuning
     is_from_cache: bool
     plans: Mapping[Direction, Plan]
-    bound: Trial | None
-    """Of a method that this library has no plan for."""
     plain: Choice | None
     """A choice for both passes that is as fast without costs; None if there is none."""
     layers: int | None = None
@@ -353,19 +289,16 @@ def _print_equals(console: Console, tuning: Tuning) -> None:
 
 
 def _caption(answer: TuneAnswer) -> str:
-    tuning, bound = answer.tuning, answer.bound
+    tuning = answer.tuning
     words = [
         "The first is chosen.",
         tuning.tie_words,
         "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node. exposed: the time in which "
         "the busiest rank does not compute. Bytes are what an average rank sends; it must receive at least "
         f"{format_nbytes(tuning.bound_nbytes)}.",
-        ""
-        if bound is None
-        else f"{bound.family}, which has no planner here, takes {format_time(bound.time_s)} or more.",
         "Read from the cache." if answer.is_from_cache else f"{count(tuning.simulated, 'plan')} simulated.",
     ]
-    return " ".join(filter(None, words))
+    return " ".join(words)
 
 
 # Code that uses the choice: it runs, and makes the plans that were forecast
