@@ -14,7 +14,7 @@ from test_cli_tune import is_code
 from mesh_attention import Problem, causal, cluster_named, make_plan, parse_plan
 from mesh_attention.plan.buffer_sizes import cache_nbytes
 from mesh_attention.tuning.result import tuning_from_json
-from mesh_attention_lab.decode_forecasts import decode_trials
+from mesh_attention_lab.comparison import WAYS, decode_trials
 
 run = test_cli.run
 """The fixture."""
@@ -112,7 +112,7 @@ def test_a_step_is_told_with_its_time_cache_way_and_rivals(run: Run, monkeypatch
 
 
 def test_a_step_as_json_is_the_forecast(run: Run) -> None:
-    answer = as_json(run(f"{DECODE} --new 2 --layers 32 --queries replicated --json"))
+    answer = as_json(run(f"{DECODE} --new 2 --layers 32 --json"))
     problem = Problem(
         seq_q=2,
         seq_kv=2**20 + 2,
@@ -124,7 +124,7 @@ def test_a_step_as_json_is_the_forecast(run: Run) -> None:
         batch=8,
         mask=causal(),
     )
-    meant = decode_trials(problem, cluster_named("h100x16"), queries="replicated")
+    meant = decode_trials(problem, cluster_named("h100x16"))
     assert [one["name"] for one in answer["forecasts"]] == [one.family for one in meant]
     assert [one["time_s"] for one in answer["forecasts"]] == [one.time_s for one in meant]
     assert answer["time_s"] == pytest.approx(32 * meant[0].time_s)
@@ -134,9 +134,9 @@ def test_a_step_as_json_is_the_forecast(run: Run) -> None:
 
 def test_a_step_is_traced_and_its_plan_is_a_plan_file(run: Run, tmp_path: Path) -> None:
     trace, file = tmp_path / "trace.json", tmp_path / "plan.txt"
-    answer = as_json(run(f"{DECODE} --queries sharded --json --trace", trace))
+    answer = as_json(run(f"{DECODE} --json --trace", trace))
     names = {event.get("name", "") for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]}
-    assert any(name.startswith("decode q0") for name in names)
+    assert any(name.startswith("decode home:q0") for name in names)
     file.write_text(answer["forecasts"][0]["plan"], encoding="utf-8")
     assert run("verify", file).code == 0
     assert_refused(run("simulate --cluster h100x16", file), "is a decoded step, which does not say how much is cached")
@@ -172,8 +172,8 @@ def test_a_decoded_step_is_replayed(run: Run) -> None:
         "forecasts for h200",
     ):
         assert part in words
-    answer = as_json(run(f"{line} --queries replicated --json"))
-    assert [row["method"] for row in answer["rows"]] == ["replicated, all_gather", "replicated, reduce_scatter"]
+    answer = as_json(run(f"{line} --json"))
+    assert [row["method"] for row in answer["rows"]] == [*WAYS]
     assert answer["command"].startswith("mesh-attention replay --ranks 4")
     assert answer["read_gb_per_s"] > 0
     for row in answer["rows"]:
@@ -182,7 +182,7 @@ def test_a_decoded_step_is_replayed(run: Run) -> None:
 
 def test_without_a_cluster_the_device_and_its_link_are_measured(run: Run) -> None:
     line = REPLAY.removesuffix(" --cluster h200")
-    answer = as_json(run(f"{line} --decode --batch 1 --cached 64 --queries sharded --json"))
+    answer = as_json(run(f"{line} --decode --batch 1 --cached 64 --json"))
     assert answer["is_measured"]
     assert answer["cluster"]["device"]["forward"]["call_us"] > 0
     assert answer["cluster"]["between"]["gb_per_s"] > 0
@@ -197,7 +197,6 @@ BAD_LINES = [
     (f"{TUNE} --documents 0,512", "--documents cannot be combined with --new"),
     (f"{TUNE} --backward", "--backward cannot be combined with --new"),
     (f"{TUNE} --layout zigzag", "--layout cannot be combined with --new"),
-    (f"{TUNE} --queries replicated", "--queries needs --decode"),
     (f"{TUNE} --decode", "--new 512 with --decode: expected at most 16 new tokens of each sequence"),
     (f"{TUNE} --layers 0", "--layers '0': expected a whole number, 1 or more"),
     ("tune --cluster h100x8 --heads 8", "Missing option '--seq'; give the length of the sequence, or for serving"),
@@ -205,7 +204,6 @@ BAD_LINES = [
     ("tune --cluster h100x8 --heads 8 --seq 4k --layers 2", "--layers needs --new or --decode"),
     ("tune --cluster h100x8 --heads 8 --decode", "--decode needs --cached TOKENS"),
     (f"{DECODE} --seq 4k", "--seq cannot be combined with --decode"),
-    (f"{DECODE} --queries all", "--queries 'all': expected one of replicated sharded"),
     (f"{DECODE} --memory 4GiB --layout zigzag", "--layout, --memory cannot be combined with --decode"),
     (f"plan --ranks 4 {TURN} --backward", "--backward cannot be combined with --new"),
     (f"simulate --cluster h100x4 {TURN} --backward", "--backward cannot be combined with --new"),

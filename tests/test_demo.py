@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_draw import check_trace, page_data
+from test_draw import page_data
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, rank_costs
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes
 from mesh_attention_lab.cli import demo as demo_command_module
-from mesh_attention_lab.cli.demo import _methods, _problem, _report, _verdict, _worst
+from mesh_attention_lab.cli.demo import _methods, _problem, _verdict, _worst, write_report
 from mesh_attention_lab.cli.demo_worker import MethodResult, RankResults, make_inputs
 from mesh_attention_lab.cli.main import main
 from mesh_attention_lab.launch import WorkerError, run_processes
@@ -37,7 +36,7 @@ METHODS = {
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """One run for all tests: what it said, and where it ran."""
     folder = tmp_path_factory.mktemp("demo")
-    arguments = ["--ranks", "4", "--seq", "512", "--json"]
+    arguments = ["--ranks", "4", "--seq", "512", "--report", "report.html", "--json"]
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), folder
@@ -65,26 +64,21 @@ def test_the_demo_is_right_and_moves_what_the_plans_say(demo: tuple[dict[str, An
 
 def test_the_demo_leaves_a_report_of_what_it_measured(demo: tuple[dict[str, Any], Path]) -> None:
     answer, cwd = demo
-    folder = cwd / "mesh-attention-report"
-    assert {path.name for path in folder.iterdir()} == {"report.html", "trace.json"}
-    assert answer["report"] == "mesh-attention-report/report.html"
-    opens = page_data(folder / "report.html")["opens"]
+    assert answer["report"] == "report.html"
+    report = cwd / "report.html"
+    opens = page_data(report)["opens"]
     best = min(answer["methods"], key=lambda row: row["received_nbytes"])["method"]
     assert best != "ring"  # the first
     assert list(METHODS)[opens] == best
-    assert f"Shown first: {best} " in (folder / "report.html").read_text()
-    data = page_data(folder / "report.html")["scenes"]
+    assert f"Shown first: {best} " in report.read_text()
+    data = page_data(report)["scenes"]
     assert [(scene["ranks"], scene["method"]) for scene in data] == [(4, method) for method in METHODS]
     for scene in data:
         for one in scene["passes"].values():
             assert one["measured"], scene["method"]
-    processes = check_trace(json.loads((folder / "trace.json").read_text()))
-    for direction in ("forward", "backward"):
-        for kind in ("forecast", "measured"):
-            assert sum(name.startswith(f"mesh 2x2 {direction}, {kind}: rank") for name in processes) == 4
 
 
-def report_of(folder: Path) -> tuple[Path | None, str]:
+def write_local_report(page: Path) -> None:
     """The report of what a local group recorded, without processes."""
     problem = _problem(2, 64)
     methods, measured = _methods(problem), []
@@ -96,7 +90,8 @@ def report_of(folder: Path) -> tuple[Path | None, str]:
             torch.autograd.grad([o.sum() for o in out], [*q, *k, *v])
         passes = tuple((one.plan, one.timeline) for one in recording.passes())
         measured.append(MethodResult(**NOTHING | {"method": name}, passes=passes))
-    return _report(folder, problem, RankResults(methods=measured, calibration=NONSENSE), best="mesh")
+    seen = RankResults(methods=measured, calibration=NONSENSE)
+    write_report(page, problem, seen, best="mesh", report=lambda activity, fraction: None)
 
 
 NOTHING: Any = dict.fromkeys(("forward_error", "gradient_error"), 0.0) | {
@@ -125,33 +120,9 @@ NONSENSE = Measurement(
 
 
 def test_inconsistent_times_are_replaced_and_that_is_said(tmp_path: Path) -> None:
-    page, reason = report_of(tmp_path / "report")
-    assert reason == ""
-    assert page is not None
+    page = tmp_path / "report.html"
+    write_local_report(page)
     assert "by the laptop preset, because the measured times are inconsistent" in page.read_text()
-
-
-def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
-    taken = tmp_path / "taken"
-    taken.write_text("mine")
-    page, reason = report_of(taken)
-    assert page is None
-    assert "is a file; give a folder" in reason
-    assert taken.read_text() == "mine"
-
-
-def test_the_table_stays_when_there_is_no_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As the command goes on when processes have run and the folder turns out to be of no use."""
-    monkeypatch.chdir(tmp_path)
-    Path("mesh-attention-report").write_text("mine")
-    seen = RankResults(methods=[MethodResult(**NOTHING | {"method": name}) for name in METHODS], calibration=NONSENSE)
-    monkeypatch.setattr(demo_command_module, "run_processes", lambda *_, **__: [seen] * 4)
-    assert main(["demo", "--ranks", "4", "--seq", "512"]) == 0
-    said = capsys.readouterr()
-    assert "ulysses+mesh" in said.out
-    assert re.search(r"no report was written: .*mesh-attention-report: is a file", said.err)
 
 
 def test_the_verdict_names_the_method_that_moved_the_fewest_bytes() -> None:

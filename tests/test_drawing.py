@@ -110,23 +110,15 @@ def test_a_rank_is_a_process_and_a_lane_a_thread() -> None:
 
 
 def test_viewers_are_told_the_order() -> None:
-    trace = to_perfetto({"forward": SMALL, "backward": SMALL})
+    trace = to_perfetto(SMALL)
     for kind, names in (("process", process_names(trace)), ("thread", thread_names(trace))):
         order = [e["args"]["sort_index"] for e in events(trace, "M") if e["name"] == f"{kind}_sort_index"]
         assert order == sorted(set(order))
         assert len(order) == len(names)
 
 
-def test_several_timelines_are_groups_of_processes() -> None:
-    trace = to_perfetto({"forecast": SMALL, "measured": SMALL})
-    names = process_names(trace)
-    assert list(names.values()) == ["forecast: rank 0", "forecast: rank 3", "measured: rank 0", "measured: rank 3"]
-    of_group = [names[event["pid"]].split(":")[0] for event in events(trace, "X")]
-    assert of_group.count("forecast") == of_group.count("measured") == len(SPANS)
-
-
 def test_two_threads_never_share_an_id() -> None:
-    ids = [tid for _, tid in thread_names(to_perfetto({"a": SMALL, "b": SMALL}))]
+    ids = [tid for _, tid in thread_names(to_perfetto(SMALL))]
     assert len(set(ids)) == len(ids)
 
 
@@ -183,9 +175,9 @@ def test_spans_that_touch_but_for_rounding_share_a_thread() -> None:
 
 
 def test_a_trace_file_is_compact_json(tmp_path: Path) -> None:
-    write_trace(tmp_path / "trace.json", {"über": SMALL})
+    write_trace(tmp_path / "trace.json", SMALL)
     text = (tmp_path / "trace.json").read_text(encoding="utf-8")
-    assert json.loads(text) == to_perfetto({"über": SMALL})
+    assert json.loads(text) == to_perfetto(SMALL)
     assert ", " not in text
     assert text.count("\n") == 1
 

@@ -87,7 +87,7 @@ def test_the_best_is_replayed_once_even_if_it_is_asked_for_by_name_too(topology:
 
 
 def test_methods_that_are_unknown_or_cannot_be_used_are_refused_with_the_reason(topology: Topology) -> None:
-    with pytest.raises(UsageError, match=r"method 'rong': expected some of ring, .*, best"):
+    with pytest.raises(UsageError, match=r"method rong: has no plan for this problem"):
         tuned_parts(PROBLEM, topology, ["ring", "rong"], directions=["forward"])
     few = replace(PROBLEM, kv_heads=2)
     with pytest.raises(UsageError, match=r"method ulysses: 2 KV heads cannot be spread over 4 ranks"):
@@ -167,11 +167,9 @@ def test_memory_that_is_too_small_is_said_before_anything_runs(
         check_memory(parts, rank=RANK, device=CPU, is_captured=is_captured)
 
     check(2**30)
-    with pytest.raises(MemoryLimitError, match=r"ring needs .* KiB with its inputs, but cpu has 1.00 KiB free"):
-        check(2**10)
-    with pytest.raises(MemoryLimitError, match=r"ring, mesh, ulysses, the one kernel need .* together.*--no-graphs"):
+    with pytest.raises(MemoryLimitError, match=r"ring, mesh, ulysses and the one kernel need .*, .*--no-graphs"):
         check(2**17)
-    with pytest.raises(MemoryLimitError, match=r"replay fewer methods$"):
+    with pytest.raises(MemoryLimitError, match=r"fewer methods$"):
         check(2**17, is_captured=False)
 
 

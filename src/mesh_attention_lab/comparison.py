@@ -1,19 +1,21 @@
-"""Other methods next to a plan: their plans of the same problem."""
+"""Other methods next to a plan, and the ways to plan a decoded step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import gcd
 from typing import Any, cast
 
-from mesh_attention.plan.assignment import Tile
+from mesh_attention.plan.assignment import Tile, divisors
 from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS, RankCosts, imbalance, rank_costs
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planners.choice import Choice, Family, default_layout
 from mesh_attention.planners.costs import least_received_nbytes, received_by_tile
+from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, plan_decode
 from mesh_attention.planners.make import StatedStrategy, make_plan
+from mesh_attention.prices import decode_seconds
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
@@ -21,7 +23,7 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import plan_on
 from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial
 from mesh_attention.tuning.search import MOST_TRANSFERS
-from mesh_attention.units import Progress
+from mesh_attention.units import Progress, format_time
 
 MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16
 """Blocks of a rank up to which each is a call unless a number is stated; and the number where there are more."""
@@ -42,6 +44,22 @@ def grouped(choice: Choice, problem: Problem, direction: Direction, *, blocks_pe
 def single_block_plan(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:
     """The plan on a cluster with one block per call, where the choice does not say."""
     return plan_on(topology, problem, grouped(choice, problem, direction, blocks_per_call=1), direction)
+
+
+def rivals(problem: Problem, like: Choice) -> Iterator[Choice]:
+    """The main methods that fit the problem, with the layout of a choice, what it keeps, its routes and grouping."""
+    whole = Choice(layout=like.layout, keep=like.keep)
+    ordered = replace(whole, route=like.route, partials=like.partials, blocks_per_call=like.blocks_per_call)
+    yield replace(ordered, method="ring")
+    yield replace(ordered, method="pass-q")
+    yield ordered
+    yield replace(whole, method="attention2d")
+    degrees = divisors(gcd(problem.ranks, problem.kv_heads))
+    mixed = [degree for degree in degrees if 1 < degree < problem.ranks]
+    if mixed:
+        yield replace(ordered, ulysses_degree=mixed[-1])
+    if problem.ranks in degrees:
+        yield replace(whole, method="ulysses")
 
 
 def usual_ring_plan(plan: Plan, topology: Topology) -> Plan:
@@ -79,6 +97,60 @@ class PlanTrial(Trial):
         return cls(family=cast("Family", name), choices={}, forecasts=forecasts, plans=plans, timelines=timelines)
 
 
+# Decoded steps: the ways to plan one layer, and their forecasts
+
+
+WAYS: dict[str, tuple[Queries, Combining]] = {
+    "replicated, all_gather": ("replicated", "all_gather"),
+    "replicated, reduce_scatter": ("replicated", "reduce_scatter"),
+    "sharded": ("sharded", "reduce_scatter"),
+}
+"""Simplest first."""
+
+
+def decode_plans(problem: Problem) -> dict[str, Plan]:
+    """Every way to plan a step. Each batch entry is a sequence with its new tokens."""
+    shape = StepShape(
+        new_tokens=(problem.seq_q,) * problem.batch,
+        ranks=problem.ranks,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim_qk=problem.head_dim_qk,
+        head_dim_v=problem.head_dim_v,
+        dtype=problem.dtype,
+    )
+    return {name: plan_decode(shape, queries=held, combining=combine) for name, (held, combine) in WAYS.items()}
+
+
+def decode_trials(problem: Problem, topology: Topology, *, spans_of: Collection[int] = ()) -> tuple[PlanTrial, ...]:
+    """The chosen way, then the others and why they are not, fastest first."""
+    attend_s, trials = decode_seconds(topology.device, problem), []
+    for name, plan in decode_plans(problem).items():
+        timeline = simulate(plan, topology, attend_s=attend_s, spans_of=spans_of)
+        trials.append(PlanTrial.of(name, {"forward": plan}, {"forward": timeline}))
+    first, *losers = sorted(trials, key=lambda trial: trial.time_s)
+    return first, *(replace(loser, reason=_why_not(loser, first)) for loser in losers)
+
+
+def decode_trial_as_json(trial: PlanTrial) -> dict[str, Any]:
+    (queries, combine), plan = WAYS[trial.family], trial.plans["forward"]
+    facts = {"name": trial.family, "queries": queries, "combine": combine, "reason": trial.reason}
+    return facts | asdict(trial.forecasts["forward"]) | {"plan": str(plan), "digest": plan.digest}
+
+
+def _why_not(loser: PlanTrial, chosen: PlanTrial) -> str:
+    exposed_s, compute_s = loser.exposed_s - chosen.exposed_s, loser.compute_s - chosen.compute_s
+    if loser.time_s <= chosen.time_s:
+        return "as fast"
+    if compute_s > exposed_s:
+        return f"merges and copies for {format_time(compute_s)} longer"
+    is_longer = WAYS[chosen.family][1] == "all_gather" != WAYS[loser.family][1]
+    return f"{'one more exchange' if is_longer else 'larger exchanges'}: {format_time(exposed_s)} longer"
+
+
+# Counts of plans, side by side
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A plan; each number is that of the worst of the counted ranks."""
@@ -109,7 +181,12 @@ class Comparison:
 
 def compare(plan: Plan, choice: Choice, *, report: Progress) -> Comparison:
     """Rivals have the layout of the plan, and the routes, grouping and kept inputs of its choice."""
-    plans = list(_rivals(plan, choice, report))
+    plans = []
+    for other in rivals(plan.problem, replace(choice, layout=plan.layout)):
+        report(f"planning {other.method}", 0.0)
+        resolved = grouped(other, plan.problem, plan.direction)
+        if resolved.assignment.tile.rows + resolved.assignment.tile.cols <= MOST_TRANSFERS:
+            plans.append(make_plan(plan.problem, resolved, direction=plan.direction))
     if plan not in plans:
         plans.insert(0, plan)
     ranks = sampled_ranks(plan.problem.ranks)
@@ -126,29 +203,6 @@ def compare(plan: Plan, choice: Choice, *, report: Progress) -> Comparison:
     least = 0 if plan.schedule.keep and plan.direction == "backward" else bound
     rows = [_row(rival, counted, ring, least, rival == plan) for rival, counted in zip(plans, costs, strict=True)]
     return Comparison(counted_ranks=ranks, bound_nbytes=bound, rows=tuple(rows))
-
-
-def _rivals(plan: Plan, choice: Choice, report: Progress) -> Iterator[Plan]:
-    whole = Choice(layout=plan.layout, keep=choice.keep)
-    greedy = replace(whole, route=choice.route, partials=choice.partials, blocks_per_call=choice.blocks_per_call)
-    wanted = [replace(greedy, method="ring"), replace(greedy, method="pass-q"), greedy]
-    wanted.append(replace(whole, method="attention2d"))
-    degree = _mixed_degree(plan.problem)
-    if degree is not None:
-        wanted.append(replace(greedy, ulysses_degree=degree))
-    if plan.problem.kv_heads % plan.problem.ranks == 0:
-        wanted.append(replace(whole, method="ulysses"))
-    for number, rival in enumerate(wanted):
-        report(f"planning {rival.method}", number / len(wanted))
-        resolved = grouped(rival, plan.problem, plan.direction)
-        if resolved.assignment.tile.rows + resolved.assignment.tile.cols <= MOST_TRANSFERS:
-            yield make_plan(plan.problem, resolved, direction=plan.direction)
-
-
-def _mixed_degree(problem: Problem) -> int | None:
-    """The largest Ulysses degree that fits and leaves a grid of more than one place."""
-    common = gcd(problem.ranks, problem.kv_heads)
-    return next((u for u in range(common, 1, -1) if common % u == 0 and u < problem.ranks), None)
 
 
 def _row(plan: Plan, costs: Sequence[RankCosts], ring: float, least: float, is_this_plan: bool) -> Row:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import gcd
-from pathlib import Path
 
-from mesh_attention.plan.assignment import Tile, divisors, tiles_of
-from mesh_attention.plan.layout import Layout, TypicalTurn
+from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice, default_layout
-from mesh_attention.planners.costs import least_volume_tile
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress, part_report
-from mesh_attention_lab.comparison import sampled_ranks, single_block_plan, usual_ring_plan
-from mesh_attention_lab.drawing.page import Scene, write_page
-from mesh_attention_lab.drawing.trace import write_trace
+from mesh_attention_lab.comparison import rivals, sampled_ranks, single_block_plan, usual_ring_plan
+from mesh_attention_lab.drawing.page import Scene
 
 OFFERED_RANKS = (4, 16, 64)
 """Numbers of ranks on the explorer page, besides the one that was asked for."""
-MESH_TILES = 3
 ALL_SPANS, SOME_SPANS = 16, 8
 """Spans of all ranks are kept up to this many ranks; of more ranks, those of a few."""
-TRACE = "trace.json"
 
 
 def method_name(plan: Plan) -> str:
@@ -59,9 +52,8 @@ def rival_scenes(
     directions: Sequence[Direction],
     report: Progress,
 ) -> Iterator[Scene]:
-    """Ring, attention2d, mesh on a few tiles, and ulysses+mesh, as far as they fit the problem; of a turn
-    also pass-q."""
-    choices = list(_choices(problem, layout or default_layout(problem)))
+    """The main methods, as far as they fit the problem."""
+    choices = list(rivals(problem, Choice(layout=layout or default_layout(problem))))
     for number, choice in enumerate(choices):
         plans = {direction: _plan(problem, topology, direction, choice) for direction in directions}
         prefix = f"{problem.ranks} ranks: "
@@ -71,31 +63,6 @@ def rival_scenes(
 def _plan(problem: Problem, topology: Topology, direction: Direction, choice: Choice) -> Plan:
     plan = single_block_plan(topology, problem, choice, direction)
     return usual_ring_plan(plan, topology) if plan.method == "ring" else plan
-
-
-def _choices(problem: Problem, layout: Layout) -> Iterator[Choice]:
-    """One tile for both passes: the one that moves the fewest bytes forward, and its neighbours."""
-    yield Choice(method="ring", layout=layout)
-    if layout == TypicalTurn():
-        yield Choice(method="pass-q", layout=layout)
-    grids = _tiles(problem, layout, degree=1)[:MESH_TILES]
-    if grids:
-        yield Choice(method="attention2d", tile=grids[0], layout=layout)
-    for tile in sorted(grids, key=lambda tile: tile.rows):
-        yield Choice(tile=tile, layout=layout)
-    for degree in divisors(gcd(problem.ranks, problem.kv_heads))[:0:-1]:
-        grid = _tiles(problem, layout, degree=degree)
-        if grid:  # the largest degree that leaves one
-            yield Choice(tile=grid[0], ulysses_degree=degree, layout=layout)
-            return
-
-
-def _tiles(problem: Problem, layout: Layout, *, degree: int) -> list[Tile]:
-    """Tiles of several rows and columns, those nearest to the one that moves the fewest bytes first."""
-    tiles = tiles_of(problem.ranks // degree)
-    at = tiles.index(least_volume_tile(problem, layout, "forward", ulysses_degree=degree))
-    grids = [tile for tile in tiles if tile.rows > 1 and tile.cols > 1]
-    return sorted(grids, key=lambda tile: (abs(tiles.index(tile) - at), tile.rows))
 
 
 def explorer_scenes(first: Sequence[Scene], topology: Topology, *, report: Progress) -> list[Scene]:
@@ -113,34 +80,3 @@ def explorer_scenes(first: Sequence[Scene], topology: Topology, *, report: Progr
         for scene in rivals:
             scenes.setdefault((scene.ranks, scene.method, scene.tile), scene)
     return list(scenes.values())
-
-
-# Files
-
-
-def write_explorer(
-    page: Path,
-    scenes: Sequence[Scene],
-    *,
-    traced: Sequence[Scene],
-    title: str,
-    notes: list[str],
-    opening: Scene | None = None,
-    lead: str = "",
-) -> Path:
-    """Write the page, and next to it a trace of some of its scenes; returns the path of the trace."""
-    write_page(page, scenes, title=title, notes=notes, opening=opening, lead=lead)
-    trace = page.with_name(TRACE)
-    write_trace(trace, timelines_of(traced))
-    return trace
-
-
-def timelines_of(scenes: Sequence[Scene]) -> dict[str, Timeline]:
-    """Every pass of every scene once, forecast and, where it ran, measured, by a name that tells them apart."""
-    named: dict[str, Timeline] = {}
-    for scene in scenes:
-        for kind, timelines in (("forecast", scene.forecasts), ("measured", scene.measured)):
-            for direction in scene.directions:
-                if direction in timelines:
-                    named.setdefault(f"{scene.method} {scene.tile} {direction}, {kind}", timelines[direction])
-    return named

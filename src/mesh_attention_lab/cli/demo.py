@@ -1,7 +1,6 @@
 """`mesh-attention demo`: run attention over processes on this machine, and compare each method with one process.
 
-The processes use Gloo over the loopback interface; `demo_worker` is what each of them does. The report is a page and a
-trace of what ran, next to its forecast.
+The processes use Gloo over the loopback interface; `demo_worker` is what each of them does.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, Progress, count, format_nbytes, format_time
 from mesh_attention_lab.cli.demo_worker import TIMED_RUNS, MethodResult, RankResults, work
-from mesh_attention_lab.cli.files import make_folder, problem_to_json
-from mesh_attention_lab.cli.options import flag, option, tokens, whole_number
+from mesh_attention_lab.cli.files import problem_to_json
+from mesh_attention_lab.cli.options import file, flag, tokens, whole_number
 from mesh_attention_lab.cli.terminal import (
     Column,
     mask_words,
@@ -36,70 +35,52 @@ from mesh_attention_lab.cli.terminal import (
     size_words,
     tile_reason,
 )
+from mesh_attention_lab.drawing.page import write_page
 from mesh_attention_lab.launch import run_processes
-from mesh_attention_lab.scenes import scene_of, write_explorer
+from mesh_attention_lab.scenes import scene_of
 
 MOST_RANKS, MOST_TOKENS = 64, 65536
 ULYSSES_DEGREE = 2
-REPORT = "mesh-attention-report"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
     ranks: Annotated[int, whole_number("Number of processes that share the work.")] = 8
     seq: Annotated[int, tokens("Tokens of the whole sequence: 4096, 4k (k is 1024).")] = 4096
-    report: Annotated[
-        Path | None, option("Where to write the report: a page and a trace.", "FOLDER", show_default=REPORT)
-    ] = None
-    no_report: Annotated[bool, flag("--no-report", "Record and write nothing.")] = False
+    report: Annotated[Path | None, file("Write a page of what ran, next to its forecast.", "report.html")] = None
     json: Annotated[bool, flag("--json", "Print one JSON object and nothing else.")] = False
 
 
 def demo_command(options: DemoOptions) -> None:
     """Attend over processes on this machine with each method, and compare with attention in one process.
 
-    One more pass of each method is recorded, and a report with its timeline is written to a folder.
+    With --report, one more pass of each method is recorded for the page.
 
     Exit code 0: all are right. 1: a result or a count is wrong, or a process failed.
     """
     problem = _problem(options.ranks, options.seq)
     methods = _methods(problem)
-    if options.report is not None:
-        if options.no_report:
-            raise UsageError(f"--report {options.report} cannot be combined with --no-report; leave one of them out")
-        make_folder("--report", options.report)
-    is_recorded = not options.no_report and problem.ranks > 1
+    is_recorded = options.report is not None
+    if is_recorded and problem.ranks == 1:
+        raise UsageError("--report needs two or more ranks: on one, a call is a single kernel without steps")
     with progress(f"running {', '.join(methods)} on {count(problem.ranks, 'rank')}"):
         by_rank = run_processes(work, problem, methods, is_recorded, ranks=problem.ranks)
     rows = [_worst(results) for results in zip(*(of_rank.methods for of_rank in by_rank), strict=True)]
     is_right = all(row.is_right for row in rows)
-    if not options.json:
-        _print(problem, rows)
-    page: Path | None = None
-    reason = "--no-report was given" if options.no_report else "one rank has nothing to show; use two or more"
-    if is_recorded:
-        page, reason = _report(options.report or Path(REPORT), problem, by_rank[0], best=_best(rows).method)
     if options.json:
         answer = {"ok": is_right, "problem": problem_to_json(problem), "cores": os.cpu_count()}
-        answer |= {"methods": list(map(_as_json, rows)), "report": page and str(page), "no_report": reason or None}
+        answer |= {"methods": list(map(_as_json, rows)), "report": options.report and str(options.report)}
         typer.echo(json.dumps(answer))
     else:
-        if page is not None:
-            typer.echo(f"\nreport: {page}\n{LOOK_AT}")
-        elif not options.no_report:
-            typer.echo(f"\nno report was written: {reason}", err=True)
+        _print(problem, rows)
         plain_console().print(f"\n{_verdict(methods, rows)}", style="bold")
+    if options.report is not None:
+        with progress("drawing") as report:
+            write_report(options.report, problem, by_rank[0], best=_best(rows).method, report=report)
+        if not options.json:
+            typer.echo(f"\nwrote {options.report}\n{LOOK_AT}")
     if not is_right:
         raise typer.Exit(1)
-
-
-def _report(folder: Path, problem: Problem, first: RankResults, *, best: str) -> tuple[Path | None, str]:
-    """The page, or the reason why it was not written: the results are right without it."""
-    try:
-        with progress("drawing") as report:
-            return write_report(folder, problem, first, best=best, report=report), ""
-    except UsageError as error:
-        return None, str(error)
 
 
 # What is run
@@ -206,17 +187,14 @@ def _verdict(methods: Mapping[str, Choice], rows: Sequence[MethodResult]) -> str
     )
 
 
-PAGE = "report.html"
 LOOK_AT = (
     "Choose a method there: the matrix shows who computes what, the timeline what each rank did when, as forecast and "
     "as measured."
 )
 
 
-def write_report(folder: Path, problem: Problem, seen: RankResults, *, best: str, report: Progress) -> Path:
-    """Write the page, which is returned, and a trace next to it. `seen` are the results of rank 0, with recordings. The
-    page opens on the `best` method."""
-    make_folder("--report", folder)
+def write_report(page: Path, problem: Problem, seen: RankResults, *, best: str, report: Progress) -> None:
+    """Write the page, which opens on the `best` method. `seen` are the results of rank 0, with recordings."""
     assert seen.calibration is not None  # passes were recorded
     here, source = _machine_at_hand(seen.calibration, ranks=problem.ranks)
     measured = [
@@ -230,17 +208,14 @@ def write_report(folder: Path, problem: Problem, seen: RankResults, *, best: str
         for result in seen.methods
     ]
     opening = next(scene for scene in measured if scene.method == best)
-    page = folder / PAGE
-    write_explorer(
+    write_page(
         page,
         measured,
-        traced=measured,
         title="Attention spread over ranks: who computes what, and when",
         notes=_notes(problem, here, source),
         opening=opening,
         lead=f"Shown first: {best} {opening.tile}, which the demo recommends: a rank receives the fewest bytes.",
     )
-    return page
 
 
 def _machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology, str]:

@@ -14,13 +14,12 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.problem import Direction
 from mesh_attention.units import count
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.files import make_folder
 from mesh_attention_lab.cli.terminal import cluster_name, cluster_words, progress
 from mesh_attention_lab.comparison import single_block_plan
-from mesh_attention_lab.scenes import explorer_scenes, scene_of, write_explorer
+from mesh_attention_lab.drawing.page import write_page
+from mesh_attention_lab.scenes import explorer_scenes, scene_of
 
 MOST_RANKS = 128
-PAGE = "explorer.html"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +28,12 @@ class DrawOptions(opt.PlannedOptions):
     plan: Annotated[
         Path | None, opt.option("A plan file, instead of a problem and a choice.", "FILE", panel=opt.PLAN)
     ] = None
-    out: Annotated[Path, opt.option("The folder to write into.", "FOLDER", panel=opt.OUTPUT)] = Path("pictures")
+    out: Annotated[Path, opt.file("The page to write.", "explorer.html")] = Path("explorer.html")
     json: opt.AsJson = False
 
 
 def draw_command(options: DrawOptions) -> None:
-    """Draw a plan: one page to explore it next to the other methods, and a trace.
+    """Draw a plan: one page to explore it next to the other methods.
 
     Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
     """
@@ -52,24 +51,21 @@ def draw_command(options: DrawOptions) -> None:
             problem = options.problem(topology.ranks)
             directions = options.passes(both=not options.is_turn)
             plans = {d: single_block_plan(topology, problem, options.choice, d) for d in directions}
-        make_folder("--out", options.out)
         subject = scene_of(plans, topology, report=report)
         scenes = explorer_scenes([subject], topology, report=report)
-        page = options.out / PAGE
-        trace = write_explorer(
-            page,
+        write_page(
+            options.out,
             scenes,
-            traced=[scene for scene in scenes if scene.ranks == topology.ranks],
             title=f"{subject.method} {subject.tile} over {count(topology.ranks, 'rank')}",
             notes=[f"Times are forecasts on {cluster_words(topology)}.", "Other numbers of ranks: the same machines."],
         )
     if options.json:
         answer = {
-            "files": {"explorer": str(page), "trace": str(trace)},
+            "page": str(options.out),
             "cluster": cluster_name(topology),
             "digests": {direction: plan.digest for direction, plan in plans.items()},
             "scenes": [{"ranks": s.ranks, "method": s.method, "tile": s.tile} for s in scenes],
         }
         typer.echo(json.dumps(answer))
         return
-    typer.echo(f"wrote {page} (open it in a browser)\nwrote {trace} (for ui.perfetto.dev)")
+    typer.echo(f"wrote {options.out} (open it in a browser)")

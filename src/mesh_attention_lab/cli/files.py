@@ -7,7 +7,7 @@ from os.path import isdir  # unlike Path.is_dir, it answers False for a name tha
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.errors import ParseError, PlanError, UsageError, writing
+from mesh_attention.errors import ParseError, PlanError, UsageError
 from mesh_attention.plan.parse import parse_plan
 from mesh_attention.plan.plan import Plan
 from mesh_attention.problem import Problem
@@ -51,7 +51,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
     return asdict(problem) | {"mask": str(problem.mask)}
 
 
-# Files and folders to write: what cannot be written is refused before any work is done
+# A file to write: what cannot be written is refused before any work is done
 
 
 def output_file(text: str, *, example: str) -> Path:
@@ -61,14 +61,3 @@ def output_file(text: str, *, example: str) -> Path:
     if isdir(path):
         raise UsageError(f" {path}: is a directory; give a file name, such as {path / example}")
     return path
-
-
-def make_folder(option: str, folder: Path) -> None:
-    """Create the folder and check that a file can be written into it."""
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{option} {folder}: is a file; give a folder, such as {folder.with_suffix('')}-pictures")
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".mesh-attention-probe"
-        probe.write_text("")
-        probe.unlink()

@@ -26,7 +26,7 @@ from mesh_attention.plan.layout import LAYOUTS, Layout, TypicalTurn, layout_name
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.planners.choice import METHODS, Choice
-from mesh_attention.planners.decoded_step import MOST_DECODED, QUERIES, Queries
+from mesh_attention.planners.decoded_step import MOST_DECODED
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.representative import part_of
@@ -296,18 +296,6 @@ class DecodeOptions(ProblemOptions):
             PROBLEM,
         ),
     ] = False
-    queries: Annotated[
-        Queries | None,
-        one_of(
-            "With --decode: every rank runs the same tokens, or each runs some of the sequences; any if left out.",
-            QUERIES,
-            PROBLEM,
-        ),
-    ] = None
-
-    def __post_init__(self) -> None:
-        if self.queries is not None and not self.decode:
-            raise UsageError("--queries needs --decode")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,9 @@ Torch is imported when the command runs.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,11 +17,11 @@ from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.buffer_sizes import kv_nbytes
 from mesh_attention.planners.choice import FAMILIES
-from mesh_attention.problem import Direction, Problem
+from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, TIMES, Progress, count, format_nbytes, format_time, three_digits
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.files import checked_plan, problem_to_json
+from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.cli.terminal import (
     NO_NUMBER,
     SHORT,
@@ -38,7 +35,6 @@ from mesh_attention_lab.cli.terminal import (
 )
 from mesh_attention_lab.replay.result import (
     BEST,
-    Part,
     Replayed,
     ReplayRow,
     decoded_parts,
@@ -53,20 +49,11 @@ if TYPE_CHECKING:
 
 
 def parse_methods(text: str) -> tuple[str, ...]:
-    """Method names, in upper or lower case; + may be left out, or written as a hyphen."""
-    known = (*FAMILIES, BEST)
-    spellings = {_key(name): name for name in known}
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    for part in parts:
-        if _key(part) not in spellings:
-            near = get_close_matches(_key(part), spellings, n=1)
-            hint = f"did you mean {spellings[near[0]]}?" if near else f"expected some of {', '.join(known)}"
-            raise UsageError(f" {part!r}: {hint}")
-    return tuple(dict.fromkeys(spellings[_key(part)] for part in parts))
-
-
-def _key(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    methods = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for method in methods:
+        if method not in (*FAMILIES, BEST):
+            raise UsageError(f" {method!r}: expected some of {', '.join((*FAMILIES, BEST))}")
+    return methods
 
 
 REPLAY = "Replay"
@@ -79,16 +66,12 @@ class ReplayOptions(opt.DecodeOptions):
     methods: Annotated[
         Any,  # tuple[str, ...], which typer would read as an option of several values
         opt.option(
-            f"Some of {', '.join(FAMILIES)} (ulysses-mesh will do), as tuned, and {BEST}, the tuner's choice.",
+            f"Some of {', '.join(FAMILIES)} as tuned, and {BEST}, the tuner's choice.",
             "NAME,…",
             parse_methods,
             opt.PLAN,
         ),
     ] = "ring,mesh,best"
-    plan: Annotated[
-        list[Path] | None,
-        opt.option("A plan file for this problem to replay as well; may be repeated.", "FILE", panel=opt.PLAN),
-    ] = None
     backward: opt.BothPasses = False
     rank: Annotated[
         int | None,
@@ -115,13 +98,11 @@ def replay_command(options: ReplayOptions) -> None:
 
     There are no other ranks: transfers are copies from and to the host's memory.
 
-    Exit code 0: done. 1: a plan file breaks a rule. 2: invalid input, or a plan does not fit into memory.
+    Exit code 0: done. 2: invalid input, or the plans do not fit into memory.
     """
     command = shlex.join(["mesh-attention", *options.context.obj])
     if options.decode:
-        options.refuse_with("--decode", "methods", "plan", "backward", "layout")  # its program is fixed
-    elif not options.methods and not options.plan:
-        raise UsageError("nothing to replay: give --methods, or a --plan")
+        options.refuse_with("--decode", "methods", "backward", "layout")  # its program is fixed
     with progress("starting") as report:
         played = _play(options, command, report)
     if options.json:
@@ -147,7 +128,6 @@ def _play(options: ReplayOptions, command: str, report: Progress) -> Played:
     rank = rank if options.rank is None else opt.check_rank(options.rank, problem.ranks)
     directions = ("forward",) if options.decode else options.passes(both=options.backward)
     layout = None if options.decode else options.planned_layout
-    parts = [_part_of(file, problem, directions, report) for file in dict.fromkeys(options.plan or ())]
     if options.cluster is None:
         topology = measure_cluster(problem, device=device, report=report)
     else:
@@ -160,13 +140,11 @@ def _play(options: ReplayOptions, command: str, report: Progress) -> Played:
         cache, read_gb_per_s = FilledCache(problem, device=device), measure_read(device)
         is_captured = is_captured and cache.is_capturable
         environment = replace(environment, kernel=cache.kernel.name, merging=cache.kernel.name)
-        parts = decoded_parts(problem, queries=options.queries)
-    elif options.methods:
-        tuned = tuned_parts(
+        parts = decoded_parts(problem)
+    else:
+        parts = tuned_parts(
             problem, topology, options.methods, directions=directions, layout=layout, on_progress=report
         )
-        parts = [*tuned, *parts]
-    if cache is None:
         check_memory(parts, rank=rank, device=device, is_captured=is_captured)
     return Played(
         command=command,
@@ -189,21 +167,6 @@ def _play(options: ReplayOptions, command: str, report: Progress) -> Played:
             on_progress=report,
         ),
     )
-
-
-def _part_of(file: Path, problem: Problem, directions: Sequence[Direction], report: Progress) -> Part:
-    plan = checked_plan(file, report)
-    for field in fields(Problem):
-        there, here = getattr(plan.problem, field.name), getattr(problem, field.name)
-        if there != here:
-            raise UsageError(f"--plan {file} is for another problem: its {field.name} is {there}, expected {here}")
-    if plan.direction not in directions:
-        raise UsageError(f"--plan {file} is a plan of the {plan.direction} pass; add --backward to play it")
-    schedule = plan.schedule
-    details = [f"{plan.method} {plan.assignment}"]
-    details += [f"{name} ring" for name in ("route", "partials") if getattr(schedule, name) == "ring"]
-    details += [f"keep {'+'.join(schedule.keep)}"] if schedule.keep else []
-    return Part(name=str(file), choices={plan.direction: ", ".join(details)}, plans={plan.direction: plan})
 
 
 NAME_WIDTH = 22

@@ -24,9 +24,10 @@ from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.units import Progress, format_nbytes, format_time
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
-from mesh_attention_lab.cli.serving_tables import cache_words, layers_words
 from mesh_attention_lab.cli.terminal import (
+    cache_words,
     cluster_words,
+    layers_words,
     plain_console,
     print_fact,
     print_first,

@@ -17,12 +17,24 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from mesh_attention.plan.assignment import Assignment
+from mesh_attention.plan.blocks import token_nbytes
+from mesh_attention.plan.buffer_sizes import cache_nbytes, kv_nbytes, kv_token_nbytes
 from mesh_attention.plan.layout import Cached, TypicalTurn
 from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Trial
-from mesh_attention.units import BYTES, TIMES, Progress, Units, count, format_size, format_time, format_together
+from mesh_attention.units import (
+    BYTES,
+    TIMES,
+    Progress,
+    Units,
+    count,
+    format_nbytes,
+    format_size,
+    format_time,
+    format_together,
+)
 
 NO_NUMBER = "–"
 
@@ -176,15 +188,11 @@ def new_words(problem: Problem) -> str:
 
 def size_words(problem: Problem) -> str:
     """Lengths, heads and dtype."""
-    return f"{token_words(problem)}, {head_words(problem)}"
-
-
-def token_words(problem: Problem) -> str:
     tokens = f"{problem.batch} x " if problem.batch > 1 else ""
     tokens += format_size(problem.seq_q)
     if problem.seq_kv != problem.seq_q:
         tokens += f" on {format_size(problem.seq_kv)}"
-    return f"{tokens} tokens"
+    return f"{tokens} tokens, {head_words(problem)}"
 
 
 def head_words(problem: Problem) -> str:
@@ -233,6 +241,48 @@ def cluster_words(topology: Topology) -> str:
 def cluster_name(topology: Topology) -> str:
     """The name of a cluster with its number of ranks, as --cluster takes it."""
     return f"{topology.name.removesuffix('x')}x{topology.ranks}"
+
+
+# Serving: times and cache of all layers, and what of a turn or a decoded step travels
+
+
+def travel_words(problem: Problem, choice: Choice) -> str:
+    """The sizes of queries and of keys and values, and which of them travel under a choice of a turn."""
+    tile, ulysses = choice.assignment.tile, choice.assignment.ulysses_degree
+    queries = problem.batch * problem.seq_q * problem.heads * problem.head_dim_qk * problem.itemsize
+    kv = problem.batch * problem.seq_kv * kv_token_nbytes(problem)
+    sizes = (
+        f"{problem.seq_q:,} new queries are {format_nbytes(queries)}, keys and values {format_nbytes(kv)}, "
+        f"{format_nbytes(kv / problem.ranks)} a rank"
+    )
+    travels = {
+        (False, False): "nothing else travels" if ulysses > 1 else "nothing travels",
+        (True, False): "queries travel",
+        (False, True): "keys and values travel",
+        (True, True): f"both travel, {tile.rows} shards of queries and {tile.cols} of keys and values to a rank",
+    }[tile.rows > 1, tile.cols > 1]
+    traded = f"{ulysses} ranks trade heads for tokens, then " if ulysses > 1 else ""
+    return f"{sizes}: {traded}{travels}."
+
+
+def decode_words(problem: Problem) -> str:
+    """The reason why partial results of a decoded step travel, and not keys and values."""
+    partials = format_nbytes(problem.batch * problem.seq_q * token_nbytes("o", problem))
+    kv = format_nbytes(kv_nbytes(problem))
+    return f"Partial results are {partials} a rank, keys and values {kv}: partial results travel."
+
+
+def layers_words(time_s: float, layers: int) -> str:
+    return _of_layers(format_time(time_s), format_time(layers * time_s), layers)
+
+
+def cache_words(problem: Problem, layers: int) -> str:
+    a_layer, in_all = (format_nbytes(cache_nbytes(problem, layers=n)) for n in (1, layers))
+    return f"{_of_layers(a_layer, in_all, layers)}, on each rank"
+
+
+def _of_layers(text: str, text_of_all: str, layers: int) -> str:
+    return text if layers == 1 else f"{text} a layer, {text_of_all} for {layers:,} layers"
 
 
 # Progress, on stderr: nothing is left behind, and nothing shown where stderr is not a terminal

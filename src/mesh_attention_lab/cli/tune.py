@@ -30,12 +30,14 @@ from mesh_attention.units import (
 )
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
-from mesh_attention_lab.cli.serving_tables import cache_words, decode_words, layers_words, travel_words
 from mesh_attention_lab.cli.terminal import (
+    cache_words,
     choice_words,
     cluster_name,
     cluster_words,
+    decode_words,
     head_words,
+    layers_words,
     new_words,
     percent,
     plain_console,
@@ -45,9 +47,16 @@ from mesh_attention_lab.cli.terminal import (
     problem_words,
     progress,
     time_words,
+    travel_words,
 )
-from mesh_attention_lab.comparison import PlanTrial, choice_without_costs, sampled_ranks
-from mesh_attention_lab.decode_forecasts import WAYS, decode_trial_as_json, decode_trials
+from mesh_attention_lab.comparison import (
+    WAYS,
+    PlanTrial,
+    choice_without_costs,
+    decode_trial_as_json,
+    decode_trials,
+    sampled_ranks,
+)
 from mesh_attention_lab.drawing.trace import write_trace
 
 
@@ -118,7 +127,7 @@ def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
     options.refuse_with("--decode", "backward", "layout", "memory")
     problem, layers = options.decoded(topology.ranks), options.layers
     spans_of = sampled_ranks(topology.ranks) if options.trace else ()
-    trials = decode_trials(problem, topology, queries=options.queries, spans_of=spans_of)
+    trials = decode_trials(problem, topology, spans_of=spans_of)
     if options.trace is not None:
         write_trace(options.trace, trials[0].timelines["forward"])
     if options.json:
@@ -298,7 +307,7 @@ def _caption(answer: TuneAnswer) -> str:
         f"{format_nbytes(tuning.bound_nbytes)}.",
         "Read from the cache." if answer.is_from_cache else f"{count(tuning.simulated, 'plan')} simulated.",
     ]
-    return " ".join(words)
+    return " ".join(filter(None, words))
 
 
 # Code that uses the choice: it runs, and makes the plans that were forecast

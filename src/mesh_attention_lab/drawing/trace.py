@@ -1,9 +1,9 @@
-"""Timelines in the JSON trace format of Chrome, for https://ui.perfetto.dev or chrome://tracing."""
+"""A timeline in the JSON trace format of Chrome, for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import count
 from math import inf
 from pathlib import Path
@@ -15,16 +15,16 @@ from mesh_attention.timeline import LANES, Lane, Span, Timeline
 Event = dict[str, Any]
 
 
-def to_perfetto(timelines: Mapping[str, Timeline] | Timeline) -> dict[str, Any]:
-    """A rank is a process, a lane a thread. Several timelines follow each other, each under its key; all begin at 0.
+def to_perfetto(timeline: Timeline) -> dict[str, Any]:
+    """A rank is a process, a lane a thread.
 
     Viewers lose events of one thread that overlap, so what a lane does at once is on threads such as "send 2".
     """
     names: list[Event] = []
     spans: list[Event] = []
     threads = count(1)
-    for pid, (process, lanes) in enumerate(_processes(timelines), 1):
-        names += _named("process", process, place=pid, pid=pid)
+    for pid, (rank, lanes) in enumerate(rank_tracks(timeline).items(), 1):
+        names += _named("process", f"rank {rank}", place=pid, pid=pid)
         for lane, tracks in lanes.items():
             for number, track in enumerate(tracks or ((),), 1):  # an idle lane is shown empty
                 tid = next(threads)
@@ -34,21 +34,10 @@ def to_perfetto(timelines: Mapping[str, Timeline] | Timeline) -> dict[str, Any]:
     return {"traceEvents": names + spans, "displayTimeUnit": "ms"}
 
 
-def write_trace(path: Path | str, timelines: Mapping[str, Timeline] | Timeline) -> None:
-    text = json.dumps(to_perfetto(timelines), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+def write_trace(path: Path | str, timeline: Timeline) -> None:
+    text = json.dumps(to_perfetto(timeline), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     with writing(Path(path)):
         Path(path).write_text(text + "\n", encoding="utf-8")
-
-
-def _processes(
-    timelines: Mapping[str, Timeline] | Timeline,
-) -> Iterator[tuple[str, dict[Lane, tuple[Track, ...]]]]:
-    by_name = {"": timelines} if isinstance(timelines, Timeline) else timelines
-    if not by_name:
-        raise UsageError("no timelines given; expected at least one to make a trace of")
-    for name, timeline in by_name.items():
-        for rank, lanes in rank_tracks(timeline).items():
-            yield f"{name}: rank {rank}".removeprefix(": "), lanes
 
 
 def _named(kind: str, name: str, *, place: int, **ids: int) -> tuple[Event, Event]:

@@ -90,49 +90,25 @@ def _versions() -> dict[str, str]:
 # Memory
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Memory of a method while it runs, and the part of it that stays: inputs, and the memory of CUDA graphs."""
-
-    name: str
-    running_nbytes: int
-    lasting_nbytes: int
-
-
 def check_memory(parts: Sequence[Part], *, rank: int, device: torch.device, is_captured: bool) -> None:
-    """Raise before anything runs if the plans state that they need more memory than is free."""
-    needs = [_need(part, rank, device, is_captured=is_captured) for part in parts]
-    needs.append(_kernel_need(next(iter(parts[0].plans.values())).problem, device))
-    free = free_nbytes(device)
-    for need in needs:
-        if need.running_nbytes > free:
-            raise MemoryLimitError(
-                f"{need.name} needs {format_nbytes(need.running_nbytes)} with its inputs, but {device} has "
-                f"{format_nbytes(free)} free; use more ranks, a shorter sequence or other methods"
-            )
-    together = sum(need.lasting_nbytes for need in needs) + max(need.running_nbytes for need in needs)
-    if together > free:
-        hint = "replay fewer methods" + (", or without CUDA graphs (--no-graphs)" if is_captured else "")
-        raise MemoryLimitError(
-            f"{', '.join(need.name for need in needs)} need {format_nbytes(together)} together, but {device} has "
-            f"{format_nbytes(free)} free; {hint}"
-        )
+    """Raise before anything runs if it needs more memory than is free.
 
-
-def _need(part: Part, rank: int, device: torch.device, *, is_captured: bool) -> Need:
-    """The memory that the plans state. Each pass has its own inputs: Q, K, V and, backward, dO."""
-    problem = next(iter(part.plans.values())).problem
-    inputs = _token_nbytes(problem) * max(problem.seq_q, problem.seq_kv) // problem.ranks
-    passes = [Actor(plan, rank, device=device).device_nbytes for plan in part.plans.values()]
-    lasting = inputs * len(passes) + (sum(passes) if is_captured else 0)
-    return Need(part.name, max(passes) + inputs, lasting)
-
-
-def _kernel_need(problem: Problem, device: torch.device) -> Need:
-    """The tensors of the one kernel, and about as much again for its results."""
+    Each pass has its own inputs. CUDA graphs keep the buffers of all passes; otherwise one pass runs at a time. The one
+    kernel has its tensors, and about as much again for its results.
+    """
+    plans = [plan for part in parts for plan in part.plans.values()]
+    problem = plans[0].problem
+    buffers = [Actor(plan, rank, device=device).device_nbytes for plan in plans]
     kernel = BaselineKernel(problem, device=device)
-    tensors = _token_nbytes(problem) * max(kernel.tokens, kernel.kv_tokens)
-    return Need("the one kernel", 2 * tensors, tensors)
+    tokens = len(plans) * max(problem.seq_q, problem.seq_kv) // problem.ranks + 2 * max(kernel.tokens, kernel.kv_tokens)
+    needed = _token_nbytes(problem) * tokens + (sum(buffers) if is_captured else max(buffers))
+    free = free_nbytes(device)
+    if needed > free:
+        hint = ", or no CUDA graphs (--no-graphs)" if is_captured else ""
+        raise MemoryLimitError(
+            f"{', '.join(part.name for part in parts)} and the one kernel need {format_nbytes(needed)}, but {device} "
+            f"has {format_nbytes(free)} free; use more ranks, a shorter sequence, fewer methods{hint}"
+        )
 
 
 def _token_nbytes(problem: Problem) -> int:

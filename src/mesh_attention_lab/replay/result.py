@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import Layout
-from mesh_attention.planners.choice import FAMILIES
-from mesh_attention.planners.decoded_step import Queries
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Trial
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import Progress
-from mesh_attention_lab.decode_forecasts import decode_plans
+from mesh_attention_lab.comparison import decode_plans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,9 +45,6 @@ def tuned_parts(
     on_progress: Progress | None = None,
 ) -> list[Part]:
     """One part for each method, in the order asked for."""
-    unknown = [method for method in methods if method not in (*FAMILIES, BEST)]
-    if unknown:
-        raise UsageError(f"method {unknown[0]!r}: expected some of {', '.join((*FAMILIES, BEST))}")
     tuning = tune(problem, topology, directions=directions, layout=layout, on_progress=on_progress)
     trials: dict[str, Trial] = {trial.family: trial for trial in reversed(tuning.trials)}
     parts: list[Part] = []
@@ -63,10 +58,10 @@ def tuned_parts(
     return parts
 
 
-def decoded_parts(problem: Problem, *, queries: Queries | None = None) -> list[Part]:
+def decoded_parts(problem: Problem) -> list[Part]:
     """One part for each way to plan a decoded step."""
-    plans = decode_plans(problem, queries=queries).items()
-    return [Part(name=name, choices={"forward": ""}, plans={"forward": plan}) for name, plan in plans]
+    plans = decode_plans(problem)
+    return [Part(name=name, choices={"forward": ""}, plans={"forward": plan}) for name, plan in plans.items()]
 
 
 What = Literal["forward", "backward", "both"]
