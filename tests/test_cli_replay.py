@@ -155,7 +155,7 @@ def test_without_a_cluster_this_device_and_its_link_are_measured(run: Run, monke
         ("--rank 4", "--rank 4: expected a rank from 0 to 3"),
         ("--rank -1", "--rank '-1': expected a whole number"),
         ("--rounds 0", "--rounds '0': expected a whole number, 1 or more"),
-        ("--device tpu", "device 'tpu': expected cpu, cuda, or cuda:1"),
+        ("--device tpu", "device 'tpu': torch "),
         ("--kv-heads 2 --methods ulysses", "method ulysses: 2 KV heads cannot be spread over 4 ranks"),
         ("--dtype int8", "dtype='int8': expected one of float64"),
         ("--cluster nowhere", "nowhere"),
@@ -167,7 +167,7 @@ def test_what_cannot_be_done_is_one_line(run: Run, more: str, message: str) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_refused(run: Run) -> None:
-    assert_refused(run(f"{REPLAY} --device cuda"), "device 'cuda': torch", "sees no CUDA device here")
+    assert_refused(run(f"{REPLAY} --device cuda"), "device 'cuda': torch", "sees cpu here")
 
 
 def test_plans_that_do_not_fit_are_refused_before_anything_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,6 @@ def made_up(method: str, what: str, *, plan: str, times_s: tuple[float, ...], fl
         flops=flops,
         times_s=times_s,
         compute_s=0.75 * times_s[1],
-        host_s=0.5,
         forecast_s=1.1 * times_s[1],
         kernel_s=kernel_s,
         plan_nbytes=99,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
-from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planners.choice import Choice, default_layout
+from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
@@ -16,8 +14,6 @@ from mesh_attention.units import Progress, part_report
 from mesh_attention_lab.comparison import rivals, sampled_ranks, single_block_plan, usual_ring_plan
 from mesh_attention_lab.drawing.page import Scene
 
-OFFERED_RANKS = (4, 16, 64)
-"""Numbers of ranks on the explorer page, besides the one that was asked for."""
 ALL_SPANS, SOME_SPANS = 16, 8
 """Spans of all ranks are kept up to this many ranks; of more ranks, those of a few."""
 
@@ -44,39 +40,18 @@ def scene_of(
     )
 
 
-def rival_scenes(
-    problem: Problem,
-    topology: Topology,
-    *,
-    layout: Layout | None,
-    directions: Sequence[Direction],
-    report: Progress,
-) -> Iterator[Scene]:
-    """The main methods, as far as they fit the problem."""
-    choices = list(rivals(problem, Choice(layout=layout or default_layout(problem))))
-    for number, choice in enumerate(choices):
-        plans = {direction: _plan(problem, topology, direction, choice) for direction in directions}
-        prefix = f"{problem.ranks} ranks: "
-        yield scene_of(plans, topology, report=part_report(report, number, len(choices), prefix))
-
-
 def _plan(problem: Problem, topology: Topology, direction: Direction, choice: Choice) -> Plan:
     plan = single_block_plan(topology, problem, choice, direction)
     return usual_ring_plan(plan, topology) if plan.method == "ring" else plan
 
 
-def explorer_scenes(first: Sequence[Scene], topology: Topology, *, report: Progress) -> list[Scene]:
-    """These scenes, and the main methods on the same problem, on this and other numbers of ranks."""
-    plan = next(iter(first[0].plans.values()))
-    problem, directions = plan.problem, first[0].directions
-    tokens = min(problem.seq_q, problem.seq_kv)
-    counts = [topology.ranks, *(n for n in OFFERED_RANKS if n != topology.ranks and n <= tokens)]
-    scenes = {(scene.ranks, scene.method, scene.tile): scene for scene in first}
-    for number, ranks in enumerate(counts):
-        rescaled = replace(problem, ranks=ranks)
-        cluster = topology.with_ranks(ranks)
-        part = part_report(report, number, len(counts))
-        rivals = rival_scenes(rescaled, cluster, layout=plan.layout, directions=directions, report=part)
-        for scene in rivals:
-            scenes.setdefault((scene.ranks, scene.method, scene.tile), scene)
+def with_rivals(subject: Scene, topology: Topology, *, report: Progress) -> list[Scene]:
+    """The scene, and the main methods on the same problem, as far as they fit it."""
+    plan = next(iter(subject.plans.values()))
+    scenes = {(subject.method, subject.tile): subject}
+    choices = list(rivals(plan.problem, Choice(layout=plan.layout)))
+    for number, choice in enumerate(choices):
+        plans = {d: _plan(plan.problem, topology, d, choice) for d in subject.directions}
+        scene = scene_of(plans, topology, report=part_report(report, number, len(choices), f"{choice.method}: "))
+        scenes.setdefault((scene.method, scene.tile), scene)
     return list(scenes.values())

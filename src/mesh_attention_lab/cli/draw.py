@@ -17,7 +17,7 @@ from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.terminal import cluster_name, cluster_words, progress
 from mesh_attention_lab.comparison import single_block_plan
 from mesh_attention_lab.drawing.page import write_page
-from mesh_attention_lab.scenes import explorer_scenes, scene_of
+from mesh_attention_lab.scenes import scene_of, with_rivals
 
 MOST_RANKS = 128
 
@@ -52,12 +52,12 @@ def draw_command(options: DrawOptions) -> None:
             directions = options.passes(both=not options.is_turn)
             plans = {d: single_block_plan(topology, problem, options.choice, d) for d in directions}
         subject = scene_of(plans, topology, report=report)
-        scenes = explorer_scenes([subject], topology, report=report)
+        scenes = with_rivals(subject, topology, report=report)
         write_page(
             options.out,
             scenes,
             title=f"{subject.method} {subject.tile} over {count(topology.ranks, 'rank')}",
-            notes=[f"Times are forecasts on {cluster_words(topology)}.", "Other numbers of ranks: the same machines."],
+            notes=[f"Times are forecasts on {cluster_words(topology)}."],
         )
     if options.json:
         answer = {

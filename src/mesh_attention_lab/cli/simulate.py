@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import default_layout
@@ -118,7 +117,7 @@ def _as_json(forecasts: Sequence[PlanTrial], topology: Topology) -> dict[str, An
         "problem": problem_to_json(plan.problem),
         "cluster": asdict(topology),
         "layout": plan.layout.name,
-        "is_exact": _is_exact(forecasts),
+        "is_exact": all(timeline.is_exact for trial in forecasts for timeline in trial.timelines.values()),
         "bound_s": bound_s,
         "bound_nbytes": bound_nbytes,
         "forecasts": [
@@ -139,10 +138,6 @@ def _as_json(forecasts: Sequence[PlanTrial], topology: Topology) -> dict[str, An
             for trial in forecasts
         ],
     }
-
-
-def _is_exact(forecasts: Sequence[PlanTrial]) -> bool:
-    return all(timeline.is_exact for trial in forecasts for timeline in trial.timelines.values())
 
 
 # For people
@@ -172,16 +167,8 @@ def _print(what: str, forecasts: Sequence[PlanTrial], topology: Topology, *, lay
 
 def _caption(forecasts: Sequence[PlanTrial], topology: Topology, bound_s: float, bound_nbytes: float) -> str:
     ring = "ring: shards are passed on along the ring, forecast block per call. " if len(forecasts) > 1 else ""
-    prices = (
-        "Prices are exact: every rank's calls are priced."
-        if _is_exact(forecasts)
-        else "Prices are sampled: only some ranks' calls are priced."
-    )
-    if topology.ranks >= MANY_RANKS:
-        prices = "The last rank's calls stand for those of all."
-    if topology.ranks > MOST_TRANSFERS:
-        prices += f" Ring is not simulated on more than {MOST_TRANSFERS:,} ranks."
+    many = f" Ring is not simulated on more than {MOST_TRANSFERS:,} ranks." if topology.ranks > MOST_TRANSFERS else ""
     return (
         f"{ring}exposed: the time in which the busiest rank does not compute. Bytes are those that an average rank "
-        f"sends. Lower bounds: {format_time(bound_s)} of compute, {format_nbytes(bound_nbytes)} received. {prices}"
+        f"sends. Lower bounds: {format_time(bound_s)} of compute, {format_nbytes(bound_nbytes)} received.{many}"
     )

@@ -41,23 +41,14 @@ class Environment:
 def find_device(text: str | None) -> torch.device:
     """The device of this name, or a GPU if there is one. It becomes the current device, which events and graphs use."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name = text if text is not None else "cuda" if gpus else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {text!r}: expected cpu, cuda, or cuda:1 for the second GPU")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if not gpus:
-        raise UsageError(
-            f"device {text!r}: torch {torch.__version__} sees no CUDA device here; use cpu and a small problem"
-        )
-    if (device.index or 0) >= gpus:
-        raise UsageError(f"device {text!r}: this machine has {count(gpus, 'GPU')}, numbered from cuda:0")
-    torch.cuda.set_device(device.index or 0)
-    return torch.device("cuda", device.index or 0)
+    known = [*(f"cuda:{index}" for index in range(gpus)), "cpu"]
+    name = known[0] if text is None else "cuda:0" if text == "cuda" else text
+    if name not in known:
+        raise UsageError(f"device {text!r}: torch {torch.__version__} sees {', '.join(known)} here; use one of these")
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def environment_of(problem: Problem, device: torch.device) -> Environment:

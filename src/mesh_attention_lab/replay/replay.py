@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,14 +99,6 @@ def timed_s(run: Callable[[], object], device: torch.device, *, calls: int = 1) 
     return sample_s(run, device, calls=calls)
 
 
-def queued_s(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds until the host has queued everything; on a CPU, until everything is done."""
-    rest(device, REST_S)
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
-
-
 @dataclass
 class _Take:
     """One pass of one part, and its measurements so far."""
@@ -120,7 +111,6 @@ class _Take:
     cache: FilledCache | None
     times_s: list[float] = field(default_factory=list)
     silent_s: list[float] = field(default_factory=list)
-    host_s: float = 0.0
     forecast_s: float = 0.0
     peak_nbytes: int | None = None
 
@@ -142,7 +132,6 @@ class _Take:
         self.run, self.run_silently = (lambda: self.actor.run(comm)), (lambda: self.actor.run(silence))
         self.run()
         self.peak_nbytes = self._peak()
-        self.host_s = queued_s(self.run, self.device) / self.actor.passes
         if self.is_captured:
             graph = self._fastest_capture()
             pool = graph.graph.pool()
@@ -182,7 +171,6 @@ class _Take:
             flops=self.actor.flops,
             times_s=tuple(self.times_s),
             compute_s=median(self.silent_s),
-            host_s=self.host_s,
             forecast_s=self.forecast_s,
             kernel_s=self.actor.flops / (kernel_tflops * 1e12),
             plan_nbytes=self.actor.device_nbytes,

@@ -104,7 +104,7 @@ class KernelPass(Timed):
 class ReplayRow(Timed):
     """One pass of a method as one rank runs it, or both one after the other.
 
-    `compute_s` is the pass without transfers, `host_s` the time to queue it, `forecast_s` the simulator's answer for
+    `compute_s` is the pass without transfers, `forecast_s` the simulator's answer for
     that rank. `kernel_s` is the time of the same FLOPs at one kernel's rate, `ring_s` that of ring. `plan_nbytes` is
     the memory that the plan states, `peak_nbytes` the measured memory; for both passes, that of the larger one.
     """
@@ -113,7 +113,6 @@ class ReplayRow(Timed):
     plan: str
     what: What
     compute_s: float
-    host_s: float
     forecast_s: float
     kernel_s: float
     ring_s: float | None = None
@@ -134,10 +133,6 @@ class ReplayRow(Timed):
     def times_ring(self) -> float | None:
         """Speed relative to ring."""
         return None if self.ring_s is None else self.ring_s / self.time_s
-
-    @property
-    def forecast_tflops(self) -> float:
-        return self.flops / self.forecast_s / 1e12
 
     @property
     def spread(self) -> float:
@@ -174,7 +169,7 @@ def rows_of(replayed: Replayed) -> list[ReplayRow]:
 
 
 def _both(passes: Sequence[ReplayRow]) -> ReplayRow:
-    summed = ("flops", "compute_s", "host_s", "forecast_s", "kernel_s")
+    summed = ("flops", "compute_s", "forecast_s", "kernel_s")
     totals: dict[str, Any] = {name: sum(getattr(timed, name) for timed in passes) for name in summed}
     times_s = tuple(map(sum, zip(*(timed.times_s for timed in passes), strict=True)))
     largest = max(passes, key=lambda timed: timed.plan_nbytes)
@@ -182,9 +177,8 @@ def _both(passes: Sequence[ReplayRow]) -> ReplayRow:
 
 
 def row_as_json(row: ReplayRow) -> dict[str, Any]:
-    figures = ("time_s", "exposed_s", "share", "times_ring", "tflops", "spread")
-    errors = ("forecast_tflops", "forecast_error", "memory_error")
-    return asdict(row) | {name: getattr(row, name) for name in (*figures, *errors)}
+    figures = ("time_s", "exposed_s", "share", "times_ring", "tflops", "spread", "forecast_error", "memory_error")
+    return asdict(row) | {name: getattr(row, name) for name in figures}
 
 
 def kernel_as_json(timed: KernelPass) -> dict[str, Any]:

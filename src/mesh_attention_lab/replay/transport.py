@@ -17,8 +17,6 @@ from torch import Tensor
 from mesh_attention.comm.base import AllOf, Parcel, Work
 from mesh_attention.execution.warm_up import DryComm
 
-_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
-
 
 class ReplayComm(DryComm):
     """The transport of the rank that is played."""
@@ -40,7 +38,7 @@ class ReplayComm(DryComm):
             self._copy_in(into)
             self._copy_out(from_)
             return AllOf(())
-        compute = _current_stream(self.device)
+        compute = torch.cuda.current_stream(self.device)
         posted = compute.record_event()
         done = []
         try:
@@ -107,14 +105,4 @@ class _Copied:
 
     def wait(self) -> None:
         for event in self.events:
-            _current_stream(self.device).wait_event(event)
-
-
-def _current_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same as `torch.cuda.current_stream`, with less overhead."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    handle: int = torch._C._cuda_getCurrentRawStream(index)
-    stream = _STREAMS.get((index, handle))
-    if stream is None:
-        stream = _STREAMS[index, handle] = torch.cuda.current_stream(device)
-    return stream
+            torch.cuda.current_stream(self.device).wait_event(event)
