@@ -305,31 +305,16 @@ def test_methods_within_the_error_are_grouped_and_the_simplest_is_named(run: Run
     assert as_json(run(f"{TUNE} --backward --json"))["simplest"] == tuning.trials.index(tuning.simplest)
 
 
-# tune --trace
-
-
-def test_a_trace_has_both_passes_of_the_choice(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    answer = as_json(run(f"{TUNE} --backward --json --trace", file))
-    assert answer["trace"] == str(file)
-    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert processes == {f"rank {rank}" for rank in range(16)}
-    last_s = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") / 1e6
-    times = [f["time_s"] for f in answer["tuning"]["trials"][0]["forecasts"].values()]
-    assert last_s == pytest.approx(sum(times), rel=0.02)
-    assert f"wrote {file}" in run(f"{TUNE} --backward --trace", file).out.replace("\n", "")
-
-
 # simulate
 
 
 def simulated(answer: dict[str, Any], plan: Plan, topology: Topology, *, number: int = 0) -> None:
     """Asserts that a forecast is what the library says of the plan."""
-    found = answer["forecasts"][number]["passes"][plan.direction]
+    trial = answer["trials"][number]
+    found = trial["forecasts"][plan.direction]
     timeline = simulate(plan, topology)
-    assert found["digest"] == plan.digest
-    for name in ("time_s", "compute_s", "exposed_s", "overlap", "utilisation", "tflops", "peak_nbytes"):
+    assert trial["digests"][plan.direction] == plan.digest
+    for name in ("time_s", "compute_s", "exposed_s", "tflops", "peak_nbytes"):
         assert found[name] == getattr(timeline, name), name
     sent = timeline.sent_nbytes
     assert (found["inside_nbytes"], found["between_nbytes"]) == (sent["inside"] / 16, sent["between"] / 16)
@@ -352,21 +337,14 @@ def test_simulate_agrees_with_the_library(run: Run, topology: Topology, tuning: 
 
 def test_ring_stands_beside_it(run: Run, topology: Topology) -> None:
     answer = as_json(run(f"{SIMULATE} --backward --method attention2d --tile 2x8 --layout striped --json"))
-    assert [forecast["method"] for forecast in answer["forecasts"]] == ["attention2d", "ring"]
+    assert [trial["family"] for trial in answer["trials"]] == ["attention2d 2x8", "ring 1x16"]
     for direction in DIRECTIONS:
         plan = make_plan(PROBLEM, method="attention2d", tile=(2, 8), layout="striped", direction=direction)
         simulated(answer, plan, topology)
-        found = answer["forecasts"][1]["passes"][direction]
+        found = answer["trials"][1]["forecasts"][direction]
         ring = usual_ring_plan(plan, topology)
         assert found["time_s"] == pytest.approx(simulate(ring, topology).time_s, rel=0.01)
-    assert len(as_json(run(f"{SIMULATE} --method ring --route ring --partials ring --json"))["forecasts"]) == 1
-
-
-def test_both_passes_follow_each_other(run: Run) -> None:
-    forecast = as_json(run(f"{SIMULATE} --backward --json"))["forecasts"][0]
-    forward, backward = forecast["passes"]["forward"], forecast["passes"]["backward"]
-    assert forecast["time_s"] == pytest.approx(forward["time_s"] + backward["time_s"])
-    assert forward["utilisation"] != backward["utilisation"]
+    assert len(as_json(run(f"{SIMULATE} --method ring --route ring --partials ring --json"))["trials"]) == 1
 
 
 def test_a_plan_file_is_simulated_as_it_is(run: Run, tmp_path: Path, topology: Topology) -> None:
@@ -375,7 +353,7 @@ def test_a_plan_file_is_simulated_as_it_is(run: Run, tmp_path: Path, topology: T
     plan = parse_plan(file.read_text(encoding="utf-8"))
     assert str(plan.assignment.inner) == "2x4"
     answer = as_json(run("simulate --cluster h100 --ranks 16 --json", file))
-    assert list(answer["forecasts"][0]["passes"]) == ["backward"]
+    assert list(answer["trials"][0]["forecasts"]) == ["backward"]
     simulated(answer, plan, topology)
 
 
@@ -385,7 +363,7 @@ def test_the_inner_tile_reaches_plan_and_forecast(run: Run) -> None:
         answer = as_json(run(f"plan --ranks 16 {options} --head-dim 128 --inner {inner} --json"))
         assert str(parse_plan(answer["plan"]).assignment.inner) == inner
     between = [
-        as_json(run(f"simulate --cluster h100x16 {options} {inner} --json"))["forecasts"][0]["passes"]["forward"]
+        as_json(run(f"simulate --cluster h100x16 {options} {inner} --json"))["trials"][0]["forecasts"]["forward"]
         for inner in ("", "--inner 2x4")
     ]
     assert between[0]["between_nbytes"] != between[1]["between_nbytes"]
@@ -393,7 +371,7 @@ def test_the_inner_tile_reaches_plan_and_forecast(run: Run) -> None:
 
 def test_what_is_kept_is_not_sent_again(run: Run) -> None:
     line = f"{SIMULATE} --tile 2x8 --backward --json"
-    plain, kept = (as_json(run(f"{line} {keep}"))["forecasts"][0]["passes"] for keep in ("", "--keep q,kv"))
+    plain, kept = (as_json(run(f"{line} {keep}"))["trials"][0]["forecasts"] for keep in ("", "--keep q,kv"))
     assert kept["backward"]["inside_nbytes"] < plain["backward"]["inside_nbytes"]
 
 

@@ -105,7 +105,6 @@ BROKEN: dict[Check, Broken] = {
     suite.rows_that_see_nothing_have_output_0_and_lse_minus_infinity: Broken(
         outputs=lambda out, lse: (out, lse.masked_fill(lse == -torch.inf, 0.0))
     ),
-    suite.calls_over_parts_of_the_keys_add_up: UsesItsOwnLse(),
     suite.query_heads_share_kv_heads: Broken(inputs=reads_kv_heads_in_turn),
     suite.two_head_sizes_are_exact: Broken(inputs=scales_by_the_size_of_v),
     suite.softcap_is_exact: Broken(inputs=lambda q, k, v, scores: (q, k, v, scores._replace(softcap=0.0))),
@@ -140,6 +139,11 @@ BROKEN: dict[Check, Broken] = {
 def test_each_check_catches_a_broken_kernel(check: Check) -> None:
     with pytest.raises(AssertionError, match="broken"):
         check(BROKEN[check], Setting())
+
+
+def test_a_kernel_that_ignores_the_lse_it_is_given_is_caught() -> None:
+    with pytest.raises(AssertionError, match="broken"):
+        suite.unmasked_calls_are_exact(UsesItsOwnLse(), Setting())
 
 
 OPTIONAL = (

@@ -117,17 +117,6 @@ def choice_of(one: Scene, **more: object) -> dict[str, object]:
 # At first sight
 
 
-def test_the_page_opens_on_the_scene_that_is_recommended(browser: Any, scenes: list[Scene], tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
-    best = next(s for s in scenes if s.method == "ulysses+mesh")
-    write_page(path, scenes, title=TITLE, opening=best, lead="Shown first: the <best>.")
-    view = View(browser, path.as_uri()).go()
-    assert view.chosen() == {name: str(value) for name, value in choice_of(best, **START).items()}
-    assert view.texts("#lead") == ["Shown first: the <best>."]
-    assert view.texts("#method-chips .chip")[:2] == ["mesh", "ring"]  # in the order given
-    view.context.close()
-
-
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_two_sentences_in_the_first_view_say_what_a_shard_and_a_block_are(
     browser: Any, address: str, size: dict[str, int]

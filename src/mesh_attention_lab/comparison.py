@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import gcd
 from typing import Any, cast
@@ -96,6 +96,12 @@ class PlanTrial(Trial):
         forecasts = {direction: Forecast.of(timeline) for direction, timeline in timelines.items()}
         return cls(family=cast("Family", name), choices={}, forecasts=forecasts, plans=plans, timelines=timelines)
 
+    def to_json(self) -> dict[str, Any]:
+        """As of a trial of the tuner, with the digests of the plans."""
+        forecasts = {direction: asdict(forecast) for direction, forecast in self.forecasts.items()}
+        digests = {direction: plan.digest for direction, plan in self.plans.items()}
+        return {"family": self.family, "forecasts": forecasts, "reason": self.reason, "digests": digests}
+
 
 # Decoded steps: the ways to plan one layer, and their forecasts
 
@@ -122,20 +128,14 @@ def decode_plans(problem: Problem) -> dict[str, Plan]:
     return {name: plan_decode(shape, queries=held, combining=combine) for name, (held, combine) in WAYS.items()}
 
 
-def decode_trials(problem: Problem, topology: Topology, *, spans_of: Collection[int] = ()) -> tuple[PlanTrial, ...]:
+def decode_trials(problem: Problem, topology: Topology) -> tuple[PlanTrial, ...]:
     """The chosen way, then the others and why they are not, fastest first."""
     attend_s, trials = decode_seconds(topology.device, problem), []
     for name, plan in decode_plans(problem).items():
-        timeline = simulate(plan, topology, attend_s=attend_s, spans_of=spans_of)
+        timeline = simulate(plan, topology, attend_s=attend_s)
         trials.append(PlanTrial.of(name, {"forward": plan}, {"forward": timeline}))
     first, *losers = sorted(trials, key=lambda trial: trial.time_s)
     return first, *(replace(loser, reason=_why_not(loser, first)) for loser in losers)
-
-
-def decode_trial_as_json(trial: PlanTrial) -> dict[str, Any]:
-    (queries, combine), plan = WAYS[trial.family], trial.plans["forward"]
-    facts = {"name": trial.family, "queries": queries, "combine": combine, "reason": trial.reason}
-    return facts | asdict(trial.forecasts["forward"]) | {"plan": str(plan), "digest": plan.digest}
 
 
 def _why_not(loser: PlanTrial, chosen: PlanTrial) -> str:

@@ -207,14 +207,15 @@ def write_report(page: Path, problem: Problem, seen: RankResults, *, best: str, 
         )
         for result in seen.methods
     ]
-    opening = next(scene for scene in measured if scene.method == best)
+    measured.sort(key=lambda scene: scene.method != best)
     write_page(
         page,
         measured,
         title="Attention spread over ranks: who computes what, and when",
-        notes=_notes(problem, here, source),
-        opening=opening,
-        lead=f"Shown first: {best} {opening.tile}, which the demo recommends: a rank receives the fewest bytes.",
+        notes=[
+            f"Shown first: {best} {measured[0].tile}, which the demo recommends: a rank receives the fewest bytes.",
+            *_notes(problem, here, source),
+        ],
     )
 
 

@@ -385,12 +385,6 @@ def check_layers(layers: int, *, is_served: bool) -> None:
         raise UsageError("--layers needs --new or --decode; other problems are of one layer")
 
 
-def check_rank(rank: int, ranks: int) -> int:
-    if rank >= ranks:
-        raise UsageError(f"--rank {rank}: expected a rank from 0 to {ranks - 1}, because there are {ranks}")
-    return rank
-
-
 def refuse_uneven(problem: Problem, layout: Layout, topology: Topology) -> None:
     """Raise where each of many ranks would have to be simulated, because a mask gives each its own steps."""
     if problem.ranks < MANY_RANKS or BlockMatrix(problem, layout, Assignment(Tile(1, problem.ranks))).is_uniform:

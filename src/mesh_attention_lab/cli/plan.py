@@ -55,7 +55,6 @@ class PlanOptions(opt.ChoiceOptions):
         bool, opt.flag("--backward", "Plan the backward pass instead of the forward one.", opt.PLAN)
     ] = False
     rank: Annotated[int, opt.whole_number("The rank whose steps are shown.", opt.OUTPUT, least=0)] = 0
-    all_steps: Annotated[bool, opt.flag("--all-steps", "Show all its steps, however many.", opt.OUTPUT)] = False
     save: Annotated[Path | None, opt.file("Write every rank's steps to a plan file, as text.", "plan.txt")] = None
     json: opt.AsJson = False
 
@@ -88,7 +87,7 @@ def plan_command(options: PlanOptions) -> None:
     console.print()
     console.print(draw_matrix(plan, width=console.width))
     console.print(f"\nsteps of rank {options.rank}", style="bold")
-    print_table(console, _step_columns(steps, all_steps=options.all_steps))
+    print_table(console, _step_columns(steps))
     console.print("\ncompared with the other methods", style="bold")
     bold = [row.is_this_plan for row in comparison.rows]
     print_table(console, _comparison_columns(comparison), bold=bold)
@@ -202,18 +201,18 @@ def _step_rows(plan: Plan, rank: int) -> list[StepRow]:
     return rows
 
 
-def _step_columns(steps: Sequence[StepRow], *, all_steps: bool) -> list[Column]:
+def _step_columns(steps: Sequence[StepRow]) -> list[Column]:
     rows = [
         (
             str(row.index),
-            row.step if all_steps else shorten(row.step, LONGEST_STEP, placeholder=" … (--all-steps shows the rest)"),
+            shorten(row.step, LONGEST_STEP, placeholder=" … (--save writes the rest)"),
             format_nbytes(row.moved_nbytes) if row.moved_nbytes else "",
             format_nbytes(row.held_nbytes),
         )
         for row in steps
     ]
-    if not all_steps and len(rows) > WHOLE_PROGRAM:
-        left_out = ("…", f"{len(rows) - FIRST_STEPS - LAST_STEPS:,} steps left out; --all-steps shows them", "", "")
+    if len(rows) > WHOLE_PROGRAM:
+        left_out = ("…", f"{len(rows) - FIRST_STEPS - LAST_STEPS:,} steps left out; --save writes them", "", "")
         rows[FIRST_STEPS:-LAST_STEPS] = [left_out]
     numbers, texts, moved, held = zip(*rows or [("", "nothing to do", "", "")], strict=True)
     return [

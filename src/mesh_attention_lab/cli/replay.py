@@ -125,7 +125,9 @@ def _play(options: ReplayOptions, command: str, report: Progress) -> Played:
     problem = options.decoded(options.ranks) if options.decode else options.problem(options.ranks)
     device = find_device(options.device)
     rank = 0 if options.decode else problem.ranks // 2  # the first has the largest slice of a step
-    rank = rank if options.rank is None else opt.check_rank(options.rank, problem.ranks)
+    rank = rank if options.rank is None else options.rank
+    if rank >= problem.ranks:
+        raise UsageError(f"--rank {rank}: expected a rank from 0 to {problem.ranks - 1}")
     directions = ("forward",) if options.decode else options.passes(both=options.backward)
     layout = None if options.decode else options.planned_layout
     if options.cluster is None:

@@ -120,23 +120,7 @@ def _as_json(forecasts: Sequence[PlanTrial], topology: Topology) -> dict[str, An
         "is_exact": all(timeline.is_exact for trial in forecasts for timeline in trial.timelines.values()),
         "bound_s": bound_s,
         "bound_nbytes": bound_nbytes,
-        "forecasts": [
-            {
-                "method": next(iter(trial.plans.values())).method,
-                "time_s": trial.time_s,
-                "passes": {
-                    d: {
-                        "tile": str(plan.assignment.tile),
-                        "ulysses": plan.assignment.ulysses_degree,
-                        "digest": plan.digest,
-                    }
-                    | asdict(trial.forecasts[d])
-                    | {"overlap": trial.timelines[d].overlap, "utilisation": trial.timelines[d].utilisation}
-                    for d, plan in trial.plans.items()
-                },
-            }
-            for trial in forecasts
-        ],
+        "trials": [trial.to_json() for trial in forecasts],
     }
 
 

@@ -16,8 +16,6 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice, default_layout
 from mesh_attention.prices import decode_seconds
 from mesh_attention.problem import DIRECTIONS, Direction, Problem
-from mesh_attention.simulation.simulate import simulate
-from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import costs_on
 from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, tuning_to_json
@@ -53,11 +51,8 @@ from mesh_attention_lab.comparison import (
     WAYS,
     PlanTrial,
     choice_without_costs,
-    decode_trial_as_json,
     decode_trials,
-    sampled_ranks,
 )
-from mesh_attention_lab.drawing.trace import write_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +67,6 @@ class TuneOptions(opt.DecodeOptions, opt.ClusterOptions):
             opt.PLAN,
         ),
     ] = None
-    trace: opt.TraceFile = None
     no_cache: Annotated[bool, opt.flag("--no-cache", "Neither read nor keep tunings on disk.", opt.OUTPUT)] = False
     layers: opt.Layers = 1
     json: opt.AsJson = False
@@ -110,42 +104,28 @@ def tune_command(options: TuneOptions) -> None:
             plain=choice_without_costs(problem, topology, tuning.chosen),
             layers=options.layers if options.is_turn else None,
         )
-        if options.trace is not None:
-            spans_of = sampled_ranks(topology.ranks)
-            passes = [simulate(p, topology, spans_of=spans_of, on_progress=report) for p in answer.plans.values()]
-            write_trace(options.trace, joined(passes))
     if options.json:
-        typer.echo(json.dumps(_as_json(answer) | {"trace": options.trace and str(options.trace)}))
-        return
-    print_tuning(answer)
-    if options.trace is not None:
-        typer.echo(f"\nwrote {options.trace}")
+        typer.echo(json.dumps(_as_json(answer)))
+    else:
+        print_tuning(answer)
 
 
 def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
     """A decoded step has a fixed program, so only how queries are held and partial results combined is chosen."""
     options.refuse_with("--decode", "backward", "layout", "memory")
     problem, layers = options.decoded(topology.ranks), options.layers
-    spans_of = sampled_ranks(topology.ranks) if options.trace else ()
-    trials = decode_trials(problem, topology, spans_of=spans_of)
-    if options.trace is not None:
-        write_trace(options.trace, trials[0].timelines["forward"])
+    trials = decode_trials(problem, topology)
     if options.json:
         answer = {
             "problem": problem_to_json(problem),
             "cluster": asdict(topology),
             "layers": layers,
-            "time_s": layers * trials[0].time_s,
             "cache_nbytes": cache_nbytes(problem, layers=layers),
-            "reason": decode_words(problem),
-            "forecasts": list(map(decode_trial_as_json, trials)),
-            "trace": options.trace and str(options.trace),
+            "trials": [trial.to_json() | {"plan": str(trial.plans["forward"])} for trial in trials],
         }
         typer.echo(json.dumps(answer))
-        return
-    _print_decoding(problem, topology, trials, layers)
-    if options.trace is not None:
-        typer.echo(f"\nwrote {options.trace}")
+    else:
+        _print_decoding(problem, topology, trials, layers)
 
 
 DECODE_CAPTION = (
@@ -183,7 +163,8 @@ def _as_json(answer: TuneAnswer) -> dict[str, Any]:
         "memory_limit": answer.memory_limit,
         "tuning": tuning_to_json(answer.tuning),
         "is_from_cache": answer.is_from_cache,
-        "serving": None if answer.layers is None else _turn_as_json(answer, answer.layers),
+        "layers": answer.layers,
+        "cache_nbytes": None if answer.layers is None else cache_nbytes(answer.problem, layers=answer.layers),
         "digests": {direction: plan.digest for direction, plan in plans.items()},
         "options": {
             direction: {name: value for name, value in choice.options.items() if value is not None}
@@ -197,18 +178,6 @@ def _as_json(answer: TuneAnswer) -> dict[str, Any]:
             "cluster": f"attention = {cluster_code(answer)}",
             "explicit": explicit_code(choices, answer.problem, answer.topology),
         },
-    }
-
-
-def _turn_as_json(answer: TuneAnswer, layers: int) -> dict[str, Any]:
-    problem, chosen = answer.problem, answer.tuning.chosen
-    return {
-        "new": problem.seq_q,
-        "cached": problem.seq_kv - problem.seq_q,
-        "layers": layers,
-        "time_s": layers * chosen.time_s,
-        "cache_nbytes": cache_nbytes(problem, layers=layers),
-        "reason": travel_words(problem, chosen.choices["forward"]),
     }
 
 

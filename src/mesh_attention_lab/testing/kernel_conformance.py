@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores
 from mesh_attention.masks import Mask, Segment, causal, documents, window
@@ -112,30 +111,6 @@ def rows_that_see_nothing_have_output_0_and_lse_minus_infinity(kernel: Kernel, s
 
 
 # Heads, scores and rows
-
-
-def calls_over_parts_of_the_keys_add_up(kernel: Kernel, setting: Setting) -> None:
-    """Given the LSE over all keys, the gradients of two calls are those of torch's attention over all keys."""
-    n, cut = setting.seq_len, setting.seq_len // 3
-    q, k, v, row, scores = _call(CallMask.full(n, n), setting)
-    wide_q, wide_k, wide_v = inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        out = scaled_dot_product_attention(wide_q, wide_k, wide_v, scale=scores.scale)
-        due = Gradients(*torch.autograd.grad(out, inputs, row.do.double()))
-    lse = (q.double() @ k.double().mT * scores.scale).logsumexp(-1)
-    delta = (out.detach() * row.do.double()).sum(-1)
-    row = RowGradient(row.do, lse.to(row.lse.dtype), delta.to(row.lse.dtype))
-    lses, parts = [], []
-    for keys in (slice(0, cut), slice(cut, n)):
-        part = KernelCase(
-            q, k[:, :, keys], v[:, :, keys], row, scores._replace(mask=CallMask.full(n, k[:, :, keys].shape[2]))
-        )
-        lses.append(_check_exact(kernel, part)[1].double())
-        parts.append(kernel.backward(*part))
-    _check_lse(kernel, torch.logaddexp(*lses), lse, setting.dtype)
-    dq = parts[0].dq.double() + parts[1].dq.double()
-    ours = Gradients(dq, *(torch.cat(pair, 2) for pair in list(zip(*parts, strict=True))[1:]))
-    _check_gradients(kernel, ours, due, setting.dtype)
 
 
 def query_heads_share_kv_heads(kernel: Kernel, setting: Setting) -> None:
@@ -300,7 +275,6 @@ CHECKS: tuple[Check, ...] = (
     documents_are_exact,
     tokens_in_several_segments_are_exact,
     rows_that_see_nothing_have_output_0_and_lse_minus_infinity,
-    calls_over_parts_of_the_keys_add_up,
     query_heads_share_kv_heads,
     two_head_sizes_are_exact,
     softcap_is_exact,

@@ -69,35 +69,23 @@ SCRIPTS = ("text", "state", "program", "matrix", "steps", "timeline", "compare",
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
-def page(
-    scenes: Sequence[Scene], *, title: str, notes: Sequence[str] = (), opening: Scene | None = None, lead: str = ""
-) -> str:
-    """The whole page; the same scenes give the same text. It opens on `opening`, or else on the first scene, and `lead`
-    says why."""
+def page(scenes: Sequence[Scene], *, title: str, notes: Sequence[str] = ()) -> str:
+    """The whole page, which opens on the first scene; the same scenes give the same text."""
     style = _file("page.css")
     script = "(async () => {\n'use strict';\n" + "\n".join(_file(f"{name}.js") for name in SCRIPTS) + "})();\n"
     slots = {
         "policy": escape(_policy(style, script)),
         "title": escape(title),
-        "lead": escape(lead),
         "notes": "".join(f"<li>{escape(note)}</li>" for note in notes),
         "style": style,
-        "data": _packed(page_data(scenes, opening)),
+        "data": _packed(page_data(scenes)),
         "script": script,
     }
     return _SLOT.sub(lambda slot: slots[slot[1]], _file("template.html"))
 
 
-def write_page(
-    path: Path | str,
-    scenes: Sequence[Scene],
-    *,
-    title: str,
-    notes: Sequence[str] = (),
-    opening: Scene | None = None,
-    lead: str = "",
-) -> None:
-    text = page(scenes, title=title, notes=notes, opening=opening, lead=lead)
+def write_page(path: Path | str, scenes: Sequence[Scene], *, title: str, notes: Sequence[str] = ()) -> None:
+    text = page(scenes, title=title, notes=notes)
     with writing(Path(path)):
         Path(path).write_text(text, encoding="utf-8", newline="\n")
 
@@ -127,7 +115,7 @@ def _hash(text: str) -> str:
 # Data for the scripts
 
 
-def page_data(scenes: Sequence[Scene], opening: Scene | None = None) -> dict[str, Any]:
+def page_data(scenes: Sequence[Scene]) -> dict[str, Any]:
     """Plain numbers and texts for the scripts to draw. Tables that several scenes share are written once."""
     problems: dict[Problem, int] = {}
     grids: dict[tuple[Problem, Layout, int], int] = {}
@@ -153,8 +141,7 @@ def page_data(scenes: Sequence[Scene], opening: Scene | None = None) -> dict[str
                 "passes": passes,
             }
         )
-    opens = 0 if opening is None else scenes.index(opening)
-    return {"problems": [_problem(p) for p in problems], "grids": patterns, "scenes": drawn, "opens": opens}
+    return {"problems": [_problem(p) for p in problems], "grids": patterns, "scenes": drawn}
 
 
 def _problem(problem: Problem) -> dict[str, Any]:

@@ -7,7 +7,7 @@ async function unpacked(text) {
 }
 
 const DATA = await unpacked(byId("data").textContent);
-const state = { scene: DATA.scenes[DATA.opens], direction: "forward", rank: 0, step: 0, block: null };
+const state = { scene: DATA.scenes[0], direction: "forward", rank: 0, step: 0, block: null };
 
 const pass = () => state.scene.passes[state.direction];
 const directions = (scene) => ["forward", "backward"].filter((direction) => direction in scene.passes);
