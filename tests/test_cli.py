@@ -66,7 +66,7 @@ def as_json(outcome: Outcome) -> Any:
 @pytest.mark.parametrize(
     ("line", "labels"),
     [
-        ("simulate --cluster h100x16 --seq 64k --heads 8 --causal --backward", "plan time memory"),
+        ("simulate --cluster h100x16 --seq 64k --heads 8 --causal --backward", "time memory"),
         ("tune --cluster h100x4 --seq 4k --heads 4 --causal --backward", "write time memory"),
         ("tune --cluster h100x4 --new 256 --cached 4k --heads 4 --layers 8", "write time memory"),
         ("tune --cluster h100x4 --decode --cached 4k --heads 4 --layers 8", "write time memory"),

@@ -150,8 +150,7 @@ def test_tune_as_json_agrees_with_the_library(run: Run, tuning: Tuning, topology
     assert answer["digests"] == {direction: plan.digest for direction, plan in plans.items()}
     assert answer["problem"] == asdict(PROBLEM) | {"mask": "causal"}
     assert answer["cluster"] == asdict(topology)
-    assert (answer["directions"], answer["memory_limit"]) == (["forward", "backward"], None)
-    assert answer["options"]["forward"]["tile"] == str(tuning.chosen.choices["forward"].assignment.tile)
+    assert answer["memory_limit"] is None
 
 
 def test_options_reach_the_tuner(run: Run) -> None:

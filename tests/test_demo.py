@@ -100,7 +100,7 @@ NOTHING: Any = dict.fromkeys(("forward_error", "gradient_error"), 0.0) | {
     "peak_nbytes": 0,
     "is_as_planned": True,
     "tile": "1x4",
-    "times_s": (1.0,),
+    "time_s": 1.0,
 }
 NONSENSE = Measurement(
     device="cpu",

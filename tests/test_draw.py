@@ -13,7 +13,7 @@ from test_cli import Run, as_json
 from mesh_attention import Plan, Problem, causal, cluster_named, make_plan
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.steps import Attend
-from mesh_attention_lab.scenes import scene_of, with_rivals
+from mesh_attention_lab.cli.draw import scene_of, with_rivals
 
 SIZES = "--seq 4k --heads 8 --kv-heads 4 --head-dim 64 --causal"
 DRAW = f"draw --ranks 4 --tile 2x2 {SIZES}"
@@ -90,7 +90,7 @@ def test_a_saved_plan_is_drawn_as_it_is(run: Run, tmp_path: Path) -> None:
     plan = make_plan(problem, tile=(4, 1), direction="backward").unrolled()
     file = tmp_path / "plan.txt"
     file.write_text(str(plan))
-    answer = as_json(run("draw --cluster h100x4 --json --out", tmp_path / "out.html", "--plan", file))
+    answer = as_json(run("draw --cluster h100x4 --json --out", tmp_path / "out.html", file))
     assert answer["digests"] == {"backward": plan.digest}
     found = page_data(tmp_path / "out.html")["scenes"]
     assert (found[0]["method"], found[0]["tile"]) == ("mesh", "4x1")

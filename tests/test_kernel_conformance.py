@@ -129,7 +129,7 @@ BROKEN: dict[Check, Broken] = {
         row=lambda row: row._replace(do=row.do * 2) if 0 in row.do.stride() else row
     ),
     suite.unusual_strides_are_followed: Broken(
-        row=lambda row: row._replace(do=row.do * 2) if 1 in row.do.stride()[:-1] else row
+        row=lambda row: row._replace(do=row.do * 2) if 10**6 in row.do.stride() else row
     ),
     suite.inputs_are_not_written_to: Broken(inputs=scales_q_in_place),
 }

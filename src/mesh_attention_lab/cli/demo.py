@@ -24,6 +24,7 @@ from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, Progress, count, format_nbytes, format_time
 from mesh_attention_lab.cli.demo_worker import TIMED_RUNS, MethodResult, RankResults, work
+from mesh_attention_lab.cli.draw import scene_of
 from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.cli.options import file, flag, tokens, whole_number
 from mesh_attention_lab.cli.terminal import (
@@ -37,7 +38,6 @@ from mesh_attention_lab.cli.terminal import (
 )
 from mesh_attention_lab.drawing.page import write_page
 from mesh_attention_lab.launch import run_processes
-from mesh_attention_lab.scenes import scene_of
 
 MOST_RANKS, MOST_TOKENS = 64, 65536
 ULYSSES_DEGREE = 2
@@ -119,19 +119,18 @@ def _squarest(places: int) -> Tile:
 
 def _worst(results: Sequence[MethodResult]) -> MethodResult:
     """Each number is that of the worst rank."""
-    names = ("forward_error", "gradient_error", "sent_nbytes", "received_nbytes", "messages", "peak_nbytes")
+    names = ("forward_error", "gradient_error", "sent_nbytes", "received_nbytes", "messages", "peak_nbytes", "time_s")
     worst: dict[str, Any] = {name: max(getattr(result, name) for result in results) for name in names}
     return replace(
         results[0],
         **worst,
         is_as_planned=all(result.is_as_planned for result in results),
-        times_s=tuple(map(max, zip(*(result.times_s for result in results), strict=True))),
         passes=(),
     )
 
 
 def _as_json(row: MethodResult) -> dict[str, Any]:
-    values = asdict(row) | {"time_s": row.time_s}
+    values = asdict(row)
     del values["passes"]
     return values
 

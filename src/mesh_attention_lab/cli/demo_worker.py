@@ -51,12 +51,8 @@ class MethodResult:
     messages: int
     peak_nbytes: int
     is_as_planned: bool
-    times_s: tuple[float, ...]
+    time_s: float
     passes: tuple[tuple[Plan, Timeline], ...] = ()
-
-    @property
-    def time_s(self) -> float:
-        return median(self.times_s)
 
     @property
     def is_right(self) -> bool:
@@ -127,7 +123,7 @@ class Demo:
             messages=counting.messages,
             peak_nbytes=max(peaks),
             is_as_planned=_is_as_planned(engine, counting, peaks),
-            times_s=tuple(_time_s(forward, backward) for _ in range(TIMED_RUNS)),
+            time_s=median(_time_s(forward, backward) for _ in range(TIMED_RUNS)),
         )
         return replace(result, passes=_recorded(attention, forward, backward)) if self.is_recorded else result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,23 +12,25 @@ import typer
 
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.plan import Plan
-from mesh_attention.problem import Direction
-from mesh_attention.units import count
+from mesh_attention.planners.choice import Choice
+from mesh_attention.problem import Direction, Problem
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import Timeline
+from mesh_attention.topology import Topology
+from mesh_attention.units import Progress, count, part_report
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.terminal import cluster_name, cluster_words, progress
-from mesh_attention_lab.comparison import single_block_plan
-from mesh_attention_lab.drawing.page import write_page
-from mesh_attention_lab.scenes import scene_of, with_rivals
+from mesh_attention_lab.comparison import rivals, sampled_ranks, single_block_plan, usual_ring_plan
+from mesh_attention_lab.drawing.page import Scene, write_page
 
 MOST_RANKS = 128
+ALL_SPANS, SOME_SPANS = 16, 8
+"""Spans of all ranks are kept up to this many ranks; of more ranks, those of a few."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawOptions(opt.PlannedOptions):
     cluster: opt.Cluster = "h100"
-    plan: Annotated[
-        Path | None, opt.option("A plan file, instead of a problem and a choice.", "FILE", panel=opt.PLAN)
-    ] = None
     out: Annotated[Path, opt.file("The page to write.", "explorer.html")] = Path("explorer.html")
     json: opt.AsJson = False
 
@@ -44,13 +47,7 @@ def draw_command(options: DrawOptions) -> None:
             "or see 'mesh-attention simulate' for numbers"
         )
     with progress("planners") as report:
-        if options.plan is not None:
-            plan = options.plan_in(options.plan, report)
-            plans: dict[Direction, Plan] = {plan.direction: plan}
-        else:
-            problem = options.problem(topology.ranks)
-            directions = options.passes(both=not options.is_turn)
-            plans = {d: single_block_plan(topology, problem, options.choice, d) for d in directions}
+        plans = options.plans(report, both=not options.is_turn)
         subject = scene_of(plans, topology, report=report)
         scenes = with_rivals(subject, topology, report=report)
         write_page(
@@ -69,3 +66,45 @@ def draw_command(options: DrawOptions) -> None:
         typer.echo(json.dumps(answer))
         return
     typer.echo(f"wrote {options.out} (open it in a browser)")
+
+
+# Scenes: a plan, and the main methods on the same problem, each forecast on a cluster
+
+
+def method_name(plan: Plan) -> str:
+    return f"ulysses+{plan.method}" if plan.assignment.ulysses_degree > 1 and plan.method != "ulysses" else plan.method
+
+
+def scene_of(
+    plans: Mapping[Direction, Plan],
+    topology: Topology,
+    *,
+    report: Progress,
+    measured: Mapping[Direction, Timeline] | None = None,
+    method: str | None = None,
+) -> Scene:
+    """The plans with all their steps, simulated on the cluster."""
+    spans_of = sampled_ranks(topology.ranks, all_up_to=ALL_SPANS, sample=SOME_SPANS)
+    return Scene(
+        method=method_name(next(iter(plans.values()))) if method is None else method,
+        plans={direction: plan.unrolled() for direction, plan in plans.items()},
+        forecasts={d: simulate(plan, topology, spans_of=spans_of, on_progress=report) for d, plan in plans.items()},
+        measured=dict(measured or {}),
+    )
+
+
+def _plan(problem: Problem, topology: Topology, direction: Direction, choice: Choice) -> Plan:
+    plan = single_block_plan(topology, problem, choice, direction)
+    return usual_ring_plan(plan, topology) if plan.method == "ring" else plan
+
+
+def with_rivals(subject: Scene, topology: Topology, *, report: Progress) -> list[Scene]:
+    """The scene, and the main methods on the same problem, as far as they fit it."""
+    plan = next(iter(subject.plans.values()))
+    scenes = {(subject.method, subject.tile): subject}
+    choices = list(rivals(plan.problem, Choice(layout=plan.layout)))
+    for number, choice in enumerate(choices):
+        plans = {d: _plan(plan.problem, topology, d, choice) for d in subject.directions}
+        scene = scene_of(plans, topology, report=part_report(report, number, len(choices), f"{choice.method}: "))
+        scenes.setdefault((scene.method, scene.tile), scene)
+    return list(scenes.values())

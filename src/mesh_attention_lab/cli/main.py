@@ -67,9 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without × must not end the program
     try:
-        code = typer.main.get_command(app).main(
-            args=list(arguments), prog_name=PROGRAM, standalone_mode=False, obj=arguments
-        )
+        code = typer.main.get_command(app).main(args=list(arguments), prog_name=PROGRAM, standalone_mode=False)
     except PlanError as error:
         return _complain(str(error), code=1)
     except WorkerError as error:

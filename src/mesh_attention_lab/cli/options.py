@@ -25,14 +25,14 @@ from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import LAYOUTS, Layout, TypicalTurn, layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
-from mesh_attention.planners.choice import METHODS, Choice
-from mesh_attention.planners.decoded_step import MOST_DECODED
+from mesh_attention.planners.choice import METHODS, Choice, default_layout
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.representative import part_of
 from mesh_attention.units import BYTES, TOKENS, Progress, count
 from mesh_attention_lab.cli.files import checked_plan, output_file
 from mesh_attention_lab.cli.terminal import mask_words
+from mesh_attention_lab.comparison import single_block_plan
 
 HEAD_DIM = 128
 KEEPS = tuple(",".join(keep) for keep in KEEPABLE if keep)
@@ -231,13 +231,7 @@ class ProblemOptions:
         """The problem of one decoded step: every sequence of the batch has a few new tokens."""
         if self.cached is None:
             raise UsageError("--decode needs --cached TOKENS, the tokens that each sequence has cached")
-        new = 1 if self.new is None else self.new
-        if new > MOST_DECODED:
-            raise UsageError(
-                f"--new {new:,} with --decode: expected at most {MOST_DECODED} new tokens of each sequence; leave out "
-                "--decode for a prompt or a turn"
-            )
-        return self._served(ranks, "--decode", new=new, cached=self.cached)
+        return self._served(ranks, "--decode", new=1 if self.new is None else self.new, cached=self.cached)
 
     def _served(self, ranks: int, what: str, *, new: int, cached: int) -> Problem:
         self.refuse_with(what, "seq", "seq_kv", "window", "documents")
@@ -356,7 +350,23 @@ class PlannedOptions(ChoiceOptions, ClusterOptions):
 
     otherwise: ClassVar[str] = "describe the problem, or give a plan file instead"
 
-    def plan_in(self, file: Path, report: Progress) -> Plan:
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="PLAN", help="A plan file, instead of a problem and a choice.", show_default=False),
+    ] = None
+
+    def plans(self, report: Progress, *, both: bool) -> dict[Direction, Plan]:
+        """The plan in the file, or those of the choice, with one block per call where it does not say."""
+        topology = self.topology
+        if self.file is not None:
+            plan = self._plan_in(self.file, report)
+            refuse_uneven(plan.problem, plan.layout, topology)
+            return {plan.direction: plan}
+        problem, choice = self.problem(topology.ranks), self.choice
+        refuse_uneven(problem, choice.layout or default_layout(problem), topology)
+        return {d: single_block_plan(topology, problem, choice, d) for d in self.passes(both=both)}
+
+    def _plan_in(self, file: Path, report: Progress) -> Plan:
         """The plan in a file. It states the problem and the choice, so the command line must not."""
         self.refuse_with(
             f"{file}, which states the problem and the plan",

@@ -6,7 +6,6 @@ Torch is imported when the command runs.
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -100,18 +99,17 @@ def replay_command(options: ReplayOptions) -> None:
 
     Exit code 0: done. 2: invalid input, or the plans do not fit into memory.
     """
-    command = shlex.join(["mesh-attention", *options.context.obj])
     if options.decode:
         options.refuse_with("--decode", "methods", "backward", "layout")  # its program is fixed
     with progress("starting") as report:
-        played = _play(options, command, report)
+        played = _play(options, report)
     if options.json:
         typer.echo(json.dumps(as_json(played)))
     else:
         print_replay(played)
 
 
-def _play(options: ReplayOptions, command: str, report: Progress) -> Played:
+def _play(options: ReplayOptions, report: Progress) -> Played:
     from mesh_attention_lab.replay.cache import FilledCache
     from mesh_attention_lab.replay.device import (
         check_memory,
@@ -149,7 +147,6 @@ def _play(options: ReplayOptions, command: str, report: Progress) -> Played:
         )
         check_memory(parts, rank=rank, device=device, is_captured=is_captured)
     return Played(
-        command=command,
         problem=problem,
         layout=next(iter(parts[0].plans.values())).layout.name,
         topology=topology,
@@ -191,7 +188,6 @@ class Played:
     `read_gb_per_s` is the rate of a large read on the device, of a decoded step, which reads keys and values.
     """
 
-    command: str
     problem: Problem
     layout: str
     topology: Topology
@@ -287,7 +283,6 @@ def _caption(played: Played, rows: Sequence[ReplayRow]) -> str:
 
 def as_json(played: Played) -> dict[str, Any]:
     return {
-        "command": played.command,
         **asdict(played.environment),
         "problem": problem_to_json(played.problem),
         "layout": played.layout,

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planners.choice import default_layout
 from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import joined
 from mesh_attention.topology import Device, Topology
-from mesh_attention.tuning.bounds import plan_on
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.units import Progress, format_nbytes, format_time
 from mesh_attention_lab.cli import options as opt
@@ -35,16 +32,12 @@ from mesh_attention_lab.cli.terminal import (
     progress,
     time_words,
 )
-from mesh_attention_lab.comparison import PlanTrial, grouped, sampled_ranks, usual_ring_plan
+from mesh_attention_lab.comparison import PlanTrial, sampled_ranks, usual_ring_plan
 from mesh_attention_lab.drawing.trace import write_trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(opt.PlannedOptions):
-    file: Annotated[
-        Path | None,
-        typer.Argument(metavar="PLAN", help="A plan file, instead of a problem and a choice.", show_default=False),
-    ] = None
     trace: opt.TraceFile = None
     json: opt.AsJson = False
     layers: opt.Layers = 1
@@ -58,7 +51,7 @@ def simulate_command(options: SimulateOptions) -> None:
     """
     topology = options.topology
     with progress("planners") as report:
-        what, plans = _plans(options, topology, report)
+        plans = options.plans(report, both=options.backward)
         first = next(iter(plans.values()))
         opt.check_layers(options.layers, is_served=first.layout == TypicalTurn())
         spans_of = sampled_ranks(topology.ranks) if options.trace else ()
@@ -74,22 +67,9 @@ def simulate_command(options: SimulateOptions) -> None:
         more = {"trace": options.trace and str(options.trace), "layers": options.layers}
         typer.echo(json.dumps(_as_json(forecasts, topology) | more))
         return
-    _print(what, forecasts, topology, layers=options.layers)
+    _print(forecasts, topology, layers=options.layers)
     if options.trace is not None:
         typer.echo(f"wrote {options.trace}")
-
-
-def _plans(options: SimulateOptions, topology: Topology, report: Progress) -> tuple[str, dict[Direction, Plan]]:
-    """What is simulated, in words, and its plans."""
-    if options.file is not None:
-        plan = options.plan_in(options.file, report)
-        opt.refuse_uneven(plan.problem, plan.layout, topology)
-        return str(options.file), {plan.direction: plan}
-    problem, choice = options.problem(topology.ranks), options.choice
-    opt.refuse_uneven(problem, choice.layout or default_layout(problem), topology)
-    choices = {d: grouped(choice, problem, d, blocks_per_call=1) for d in options.passes(both=options.backward)}
-    plans = {d: plan_on(topology, problem, choice, d) for d, choice in choices.items()}
-    return ", backward ".join(dict.fromkeys(map(str, choices.values()))), plans
 
 
 # Forecasts
@@ -127,14 +107,13 @@ def _as_json(forecasts: Sequence[PlanTrial], topology: Topology) -> dict[str, An
 # For people
 
 
-def _print(what: str, forecasts: Sequence[PlanTrial], topology: Topology, *, layers: int) -> None:
+def _print(forecasts: Sequence[PlanTrial], topology: Topology, *, layers: int) -> None:
     console, this = plain_console(), forecasts[0]
     plan, bounds = next(iter(this.plans.values())), _bounds(this.plans, topology.device)
     is_turn = plan.layout == TypicalTurn()
     times_s = {direction: timeline.time_s for direction, timeline in this.timelines.items()}
     print_first(
         console,
-        plan=what,
         time=time_words(times_s, bounds[0], layers_words(this.time_s, layers) if is_turn else ""),
         memory=f"{format_nbytes(this.peak_nbytes)} per rank, for the buffers of a call",
     )

@@ -17,8 +17,7 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from mesh_attention.plan.assignment import Assignment
-from mesh_attention.plan.blocks import token_nbytes
-from mesh_attention.plan.buffer_sizes import cache_nbytes, kv_nbytes, kv_token_nbytes
+from mesh_attention.plan.buffer_sizes import cache_nbytes, kv_token_nbytes
 from mesh_attention.plan.layout import Cached, TypicalTurn
 from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Direction, Problem
@@ -263,13 +262,6 @@ def travel_words(problem: Problem, choice: Choice) -> str:
     }[tile.rows > 1, tile.cols > 1]
     traded = f"{ulysses} ranks trade heads for tokens, then " if ulysses > 1 else ""
     return f"{sizes}: {traded}{travels}."
-
-
-def decode_words(problem: Problem) -> str:
-    """The reason why partial results of a decoded step travel, and not keys and values."""
-    partials = format_nbytes(problem.batch * problem.seq_q * token_nbytes("o", problem))
-    kv = format_nbytes(kv_nbytes(problem))
-    return f"Partial results are {partials} a rank, keys and values {kv}: partial results travel."
 
 
 def layers_words(time_s: float, layers: int) -> str:

@@ -33,7 +33,6 @@ from mesh_attention_lab.cli.terminal import (
     choice_words,
     cluster_name,
     cluster_words,
-    decode_words,
     head_words,
     layers_words,
     new_words,
@@ -148,7 +147,6 @@ def _print_decoding(problem: Problem, topology: Topology, trials: Sequence[PlanT
     console.print(f"on {cluster_words(topology)}")
     console.print()
     print_fact(console, "attend", f"{format_time(decode_seconds(topology.device, problem))} to read keys and values")
-    print_fact(console, "why", decode_words(problem))
     console.print()
     print_trials(console, trials, topology)
     console.print(DECODE_CAPTION, style="dim")
@@ -159,17 +157,12 @@ def _as_json(answer: TuneAnswer) -> dict[str, Any]:
     return {
         "problem": problem_to_json(answer.problem),
         "cluster": asdict(answer.topology),
-        "directions": list(plans),
         "memory_limit": answer.memory_limit,
         "tuning": tuning_to_json(answer.tuning),
         "is_from_cache": answer.is_from_cache,
         "layers": answer.layers,
         "cache_nbytes": None if answer.layers is None else cache_nbytes(answer.problem, layers=answer.layers),
         "digests": {direction: plan.digest for direction, plan in plans.items()},
-        "options": {
-            direction: {name: value for name, value in choice.options.items() if value is not None}
-            for direction, choice in choices.items()
-        },
         "simplest": answer.tuning.trials.index(answer.tuning.simplest),
         "equal": [trial.family for trial in answer.tuning.equals],
         "forecast_error": FORECAST_ERROR,

@@ -20,8 +20,8 @@ from mesh_attention.execution.engine import Outputs
 from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.base import DTYPES, CallMask, Kernel, RowGradient, Scores
 from mesh_attention.kernels.select import choose_merging, kernel_for
-from mesh_attention.masks import causal, full
 from mesh_attention.plan.assignment import Axis
+from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, Item, Kind
 from mesh_attention.problem import Direction, Problem
@@ -56,10 +56,7 @@ class Actor:
     @cached_property
     def flops(self) -> int:
         """FLOPs of this rank."""
-        place, assignment = self.plan.assignment.place(self.rank), self.plan.assignment
-        rows, cols = assignment.group("row", place), assignment.group("col", place)
-        blocks = ((row, col, part) for row in rows for col in cols for part in assignment.parts("row"))
-        return sum(self.matrix.flops(row, col, self.plan.direction, part) for row, col, part in blocks)
+        return rank_costs(self.plan, self.rank).flops
 
     @property
     def device_nbytes(self) -> int:
@@ -137,10 +134,8 @@ class BaselineKernel:
             self.tokens = min(self.tokens, problem.seq_q)
             self.kv_tokens = max(1, pairs // self.tokens)
         self.pairs = self.tokens * (self.tokens + 1) // 2 if is_causal else self.tokens * self.kv_tokens
-        spans = (range(self.tokens),), (range(self.kv_tokens),)
-        mask = causal() if is_causal else full()
-        form = CallMask("causal" if is_causal else "full", mask, *spans, self.tokens, self.kv_tokens)
-        self.scores = Scores(form, problem.head_dim_qk**-0.5)
+        mask = CallMask.causal(self.tokens) if is_causal else CallMask.full(self.tokens, self.kv_tokens)
+        self.scores = Scores(mask, problem.head_dim_qk**-0.5)
         self.device = device
 
     def flops(self, direction: Direction) -> int:

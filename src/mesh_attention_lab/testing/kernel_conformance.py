@@ -243,12 +243,8 @@ def expanded_tensors_are_exact(kernel: Kernel, setting: Setting) -> None:
 
 
 def unusual_strides_are_followed(kernel: Kernel, setting: Setting) -> None:
-    """Tokens that overlap in memory; and one batch entry, whose stride means nothing, of tokens with gaps between them
-    or of one token for all."""
+    """One batch entry, whose stride means nothing, of tokens with gaps between them or of one token for all."""
     call = _call(CallMask.full(setting.seq_len, setting.seq_len - 1), setting)
-    laid = [_overlapping(x) for x in (*call[:3], call.row.do)]
-    changed = call._replace(q=laid[0], k=laid[1], v=laid[2], row=call.row._replace(do=laid[3]))
-    _check_exact(kernel, _covered(changed), "with tokens that overlap in memory")
     single = [x[:1] for x in (*call[:3], call.row.do, call.row.lse, _delta(call))]
     for stride, is_expanded in product((0, 1, 10**6), (False, True)):
         laid = [_expanded(x, (2,)) if is_expanded else _laid(x, (0, 2, 1, 3), 1) for x in single[:4]]
@@ -328,13 +324,6 @@ def _expanded(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
     for axis in axes:
         first = first.narrow(axis, 0, 1)
     return first.expand_as(tensor)
-
-
-def _overlapping(tensor: Tensor) -> Tensor:
-    """Tokens that each start one element after the one before."""
-    _, heads, tokens, dim = tensor.shape
-    runs = tensor.flatten(2)[..., : tokens + dim - 1].contiguous()
-    return runs.as_strided(tensor.shape, (heads * runs.shape[-1], runs.shape[-1], 1, 1))
 
 
 def _covered(call: KernelCase) -> KernelCase:
