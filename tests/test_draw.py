@@ -80,7 +80,6 @@ def test_draw_writes_a_page(run: Run, tmp_path: Path) -> None:
 def test_draw_says_what_it_drew_in_json(run: Run, tmp_path: Path) -> None:
     answer = as_json(run(f"{DRAW} --json --out", tmp_path / "explorer.html"))
     assert answer["page"] == str(tmp_path / "explorer.html")
-    assert answer["cluster"] == "h100x4"
     assert answer["scenes"][0] == {"ranks": 4, "method": "mesh", "tile": "2x2"}
     assert set(answer["digests"]) == {"forward", "backward"}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -25,8 +24,7 @@ from mesh_attention.problem import ITEMSIZE, Problem
 from mesh_attention.topology import Device, LinkClass, Topology
 from mesh_attention.tuning.stored import write_at_once
 from mesh_attention.units import Progress, count
-from mesh_attention_lab.cli.files import output_file
-from mesh_attention_lab.cli.options import HEAD_DIM, flag, option, whole_number
+from mesh_attention_lab.cli.options import HEAD_DIM, file, flag, option, whole_number
 from mesh_attention_lab.cli.terminal import percent, plain_console, progress
 from mesh_attention_lab.launch import check_gpus, joined_group, ranks_here, run_processes
 
@@ -52,9 +50,7 @@ class CalibrateOptions:
         Topology | None,
         option("A cluster (h100x8, FILE.toml) to take missing links from.", "CLUSTER", cluster_named),
     ] = None
-    out: Annotated[Path, option("The file to write.", "FILE", partial(output_file, example="cluster.toml"))] = Path(
-        "cluster.toml"
-    )
+    out: Annotated[Path, file("The file to write.", "cluster.toml")] = Path("cluster.toml")
     keep: Annotated[bool, flag("--keep", "Also keep it for MeshAttention(group) on such a device.")] = False
     force: Annotated[bool, flag("--force", "Overwrite an existing file.")] = False
     json: Annotated[bool, flag("--json", "Print one JSON object; still writes the file.")] = False
@@ -175,8 +171,8 @@ def _tell(options: CalibrateOptions, measurement: Measurement, topology: Topolog
     text = cluster_to_toml(topology, note=_note(headline, measurement, options.links_of))
     if not options.json:
         _print_report(headline, median_error(measurement, topology), text)
-    with writing(options.out), options.out.open("w" if options.force else "x", encoding="utf-8") as file:
-        file.write(text)
+    with writing(options.out), options.out.open("w" if options.force else "x", encoding="utf-8") as stream:
+        stream.write(text)
     kept = keep_calibrated(measurement.device, text) if options.keep else None
     if options.json:
         files = {"path": str(options.out)} | ({} if kept is None else {"kept": str(kept)})

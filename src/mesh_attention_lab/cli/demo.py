@@ -202,7 +202,6 @@ def write_report(page: Path, problem: Problem, seen: RankResults, *, best: str, 
             here,
             report=report,
             measured={plan.direction: timeline for plan, timeline in result.passes},
-            method=result.method,
         )
         for result in seen.methods
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +13,14 @@ import typer
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice
-from mesh_attention.problem import Direction, Problem
+from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress, count, part_report
 from mesh_attention_lab.cli import options as opt
-from mesh_attention_lab.cli.terminal import cluster_name, cluster_words, progress
-from mesh_attention_lab.comparison import rivals, sampled_ranks, single_block_plan, usual_ring_plan
+from mesh_attention_lab.cli.terminal import cluster_words, progress
+from mesh_attention_lab.comparison import rivals, sampled_ranks, single_block_plan
 from mesh_attention_lab.drawing.page import Scene, write_page
 
 MOST_RANKS = 128
@@ -59,7 +59,6 @@ def draw_command(options: DrawOptions) -> None:
     if options.json:
         answer = {
             "page": str(options.out),
-            "cluster": cluster_name(topology),
             "digests": {direction: plan.digest for direction, plan in plans.items()},
             "scenes": [{"ranks": s.ranks, "method": s.method, "tile": s.tile} for s in scenes],
         }
@@ -71,31 +70,23 @@ def draw_command(options: DrawOptions) -> None:
 # Scenes: a plan, and the main methods on the same problem, each forecast on a cluster
 
 
-def method_name(plan: Plan) -> str:
-    return f"ulysses+{plan.method}" if plan.assignment.ulysses_degree > 1 and plan.method != "ulysses" else plan.method
-
-
 def scene_of(
     plans: Mapping[Direction, Plan],
     topology: Topology,
     *,
     report: Progress,
     measured: Mapping[Direction, Timeline] | None = None,
-    method: str | None = None,
 ) -> Scene:
     """The plans with all their steps, simulated on the cluster."""
+    plan = next(iter(plans.values()))
+    is_mixed = plan.assignment.ulysses_degree > 1 and plan.method != "ulysses"
     spans_of = sampled_ranks(topology.ranks, all_up_to=ALL_SPANS, sample=SOME_SPANS)
     return Scene(
-        method=method_name(next(iter(plans.values()))) if method is None else method,
+        method=f"ulysses+{plan.method}" if is_mixed else plan.method,
         plans={direction: plan.unrolled() for direction, plan in plans.items()},
         forecasts={d: simulate(plan, topology, spans_of=spans_of, on_progress=report) for d, plan in plans.items()},
         measured=dict(measured or {}),
     )
-
-
-def _plan(problem: Problem, topology: Topology, direction: Direction, choice: Choice) -> Plan:
-    plan = single_block_plan(topology, problem, choice, direction)
-    return usual_ring_plan(plan, topology) if plan.method == "ring" else plan
 
 
 def with_rivals(subject: Scene, topology: Topology, *, report: Progress) -> list[Scene]:
@@ -104,7 +95,8 @@ def with_rivals(subject: Scene, topology: Topology, *, report: Progress) -> list
     scenes = {(subject.method, subject.tile): subject}
     choices = list(rivals(plan.problem, Choice(layout=plan.layout)))
     for number, choice in enumerate(choices):
-        plans = {d: _plan(plan.problem, topology, d, choice) for d in subject.directions}
+        usual = replace(choice, route="ring", partials="ring") if choice.method == "ring" else choice
+        plans = {d: single_block_plan(topology, plan.problem, usual, d) for d in subject.directions}
         scene = scene_of(plans, topology, report=part_report(report, number, len(choices), f"{choice.method}: "))
         scenes.setdefault((scene.method, scene.tile), scene)
     return list(scenes.values())

@@ -237,11 +237,6 @@ def cluster_words(topology: Topology) -> str:
     )
 
 
-def cluster_name(topology: Topology) -> str:
-    """The name of a cluster with its number of ranks, as --cluster takes it."""
-    return f"{topology.name.removesuffix('x')}x{topology.ranks}"
-
-
 # Serving: times and cache of all layers, and what of a turn or a decoded step travels
 
 

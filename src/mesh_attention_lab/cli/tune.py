@@ -31,7 +31,6 @@ from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.cli.terminal import (
     cache_words,
     choice_words,
-    cluster_name,
     cluster_words,
     head_words,
     layers_words,
@@ -94,8 +93,7 @@ def tune_command(options: TuneOptions) -> None:
         answer = TuneAnswer(
             problem=problem,
             topology=topology,
-            # A file has a dot or a slash in its name.
-            cluster=cluster_name(topology) if options.cluster.strip().isalnum() else options.cluster,
+            cluster=options.cluster,
             memory_limit=options.memory,
             tuning=tuning,
             is_from_cache=is_from_cache,
