@@ -115,7 +115,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
 	grep -vE '$(UNPINNED)' constraints.txt > $(VENV)/constraints.txt && echo '$(TORCH)' >> $(VENV)/constraints.txt
-	$(PIP) --constraint $(VENV)/constraints.txt --editable .
+	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[charts]'
 	touch $@
 
 $(VENV)/ready: $(VENV)/installed

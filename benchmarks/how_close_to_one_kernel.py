@@ -20,8 +20,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from run_facts import commit
@@ -30,9 +31,14 @@ from mesh_attention import Problem, causal
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.topology import Topology
 from mesh_attention.units import format_size
+from mesh_attention_lab.cli.replay import rates_of
+from mesh_attention_lab.drawing.charts import rate_chart, save_chart
 from mesh_attention_lab.replay.device import Environment, check_memory, environment_of, find_device, measure_cluster
 from mesh_attention_lab.replay.replay import replay
-from mesh_attention_lab.replay.result import Replayed, ReplayRow, kernel_as_json, row_as_json, rows_of, tuned_parts
+from mesh_attention_lab.replay.result import Replayed, ReplayRow, facts, rows_of, tuned_parts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NAME = "how_close_to_one_kernel"
 METHODS = ("ring", "mesh", "ulysses+mesh", "attention2d")
@@ -112,7 +118,7 @@ class Run:
     def write(self) -> None:
         if self.given.out is not None:
             self.given.out.mkdir(parents=True, exist_ok=True)
-            _write(self.given.out, self.lines, self.facts)
+            _write(self.given.out, self.lines, self.facts, _chart(self.found, device=self.environment.device))
 
 
 def _arguments() -> argparse.Namespace:
@@ -123,7 +129,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, help="the rank to play; by default the middle one")
     parser.add_argument("--no-graphs", action="store_true", help="queue every step instead of launching CUDA graphs")
     parser.add_argument("--quick", action="store_true", help="use a small problem of 8 ranks")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the table and JSON to this folder")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the table, JSON and a chart to this folder")
     return parser.parse_args()
 
 
@@ -203,15 +209,35 @@ def _fact(problem: Problem, replayed: Replayed) -> dict[str, Any]:
         "problem": asdict(problem) | {"mask": str(problem.mask)},
         "layout": "zigzag",
         "rank": replayed.rank,
-        "rows": [row_as_json(row) for row in rows_of(replayed)],
-        "one_kernel": [kernel_as_json(one) for one in replayed.kernel],
+        "rows": [facts(row) for row in rows_of(replayed)],
+        "one_kernel": [facts(one) for one in replayed.kernel],
     }
 
 
-def _write(folder: Path, lines: list[str], facts: dict[str, Any]) -> None:
+def _write(folder: Path, lines: list[str], facts: dict[str, Any], chart: Figure | None) -> None:
     header = [f"$ {facts['command']}", facts["date"], f"commit {facts['commit']}"]
     (folder / f"{NAME}.txt").write_text("\n".join([*header, *lines, ""]))
     (folder / f"{NAME}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    if chart is not None:
+        save_chart(chart, folder / f"{NAME}.png")
+
+
+def _chart(found: Sequence[tuple[Problem, Replayed]], *, device: str) -> Figure | None:
+    """The chart; None if matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        return None
+    groups = [
+        replace(group, name=f"{format_size(problem.seq_q)}\n{problem.kv_heads} KV\n{label}")
+        for problem, replayed in found
+        for group, label in zip(rates_of(replayed), ("forward", "backward", "both"), strict=True)
+        if label != "backward"
+    ]
+    problem = found[0][0]
+    return rate_chart(
+        groups,
+        title=f"One rank of {problem.ranks}, replayed on {device}",
+        below=f"{problem.heads} heads × {problem.head_dim_qk}, {problem.dtype}, causal, zigzag",
+    )
 
 
 if __name__ == "__main__":

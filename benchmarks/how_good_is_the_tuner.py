@@ -29,9 +29,10 @@ from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import plan_on, traffic
 from mesh_attention.tuning.candidates import shapes
-from mesh_attention.tuning.result import Forecast, Trial, Tuning
+from mesh_attention.tuning.result import Trial, Tuning
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.tune import tune
+from mesh_attention_lab.comparison import fastest
 
 STARTRAIL = cast("Family", "startrail")
 
@@ -85,9 +86,6 @@ def _timed(problem: Problem, directions: Sequence[Direction], cluster: Topology)
 
 
 MOST_DEGREES = 2
-TRIED, PRICED_RANKS = 3, 8
-"""Placements, routes and groupings of a tile that are simulated, the most promising first, and then the first of them
-with a cost-based grouping; and the ranks of each whose calls are priced."""
 
 
 def startrail(tuning: Tuning, problem: Problem, topology: Topology) -> Trial | None:
@@ -109,7 +107,7 @@ def startrail(tuning: Tuning, problem: Problem, topology: Topology) -> Trial | N
         for direction in chosen:
             tuned = [t.forecasts[direction] for t in tuning.trials if _startrail_degree(t.choices[direction]) == degree]
             forecasts[direction] = min(
-                [_fastest(tiles[degree], problem, topology, direction), *tuned], key=lambda forecast: forecast.time_s
+                [fastest(tiles[degree], problem, topology, direction), *tuned], key=lambda forecast: forecast.time_s
             )
         bounds.append(Trial(family=STARTRAIL, choices={}, forecasts=forecasts))
     return min(bounds, key=lambda bound: bound.time_s, default=None)
@@ -118,16 +116,6 @@ def startrail(tuning: Tuning, problem: Problem, topology: Topology) -> Trial | N
 def _startrail_degree(choice: Choice) -> int | None:
     """The degree whose blocks a choice computes without Ulysses; None for other choices."""
     return None if choice.assignment.ulysses_degree > 1 or choice.keep else choice.assignment.tile.rows
-
-
-def _fastest(choices: Sequence[Choice], problem: Problem, topology: Topology, direction: Direction) -> Forecast:
-    """The forecast of the fastest of the most promising choices, in any grouping."""
-    candidates = [replace(choice, blocks_per_call=blocks) for choice in choices for blocks in groupings(choice)]
-    promising = sorted(candidates, key=lambda choice: traffic(choice, problem, topology, direction).estimate_s)
-    tried = dict.fromkeys((*promising[:TRIED], replace(promising[0], blocks_per_call=None)))
-    plans = [plan_on(topology, problem, choice, direction) for choice in tried]
-    forecasts = [Forecast.of(simulate(plan, topology, priced_ranks=PRICED_RANKS)) for plan in plans]
-    return min(forecasts, key=lambda forecast: forecast.time_s)
 
 
 def _print(cluster: Topology, found: Sequence[tuple[Case, Tuning, float]]) -> None:

@@ -287,14 +287,14 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("steady")
 def test_a_measurement_becomes_a_file_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "here.toml"
-    code = main([*SMALL, "--json", "--out", str(path)])
+    code = main([*SMALL, "--name", "here", "--json", "--out", str(path)])
     said = capsys.readouterr()
     assert (code, said.err) == (0, "")
     answer = json.loads(said.out)
     topology = read_cluster(path)
     assert answer["path"] == str(path)
     assert answer["topology"] == asdict(topology)
-    assert (topology.name, topology.ranks, topology.nodes, topology.device.width) == ("cpu", 2, 1, 1)
+    assert (topology.name, topology.ranks, topology.nodes, topology.device.width) == ("here", 2, 1, 1)
     assert (answer["unmeasured"], topology.between) == (["between"], topology.inside)
     assert "# between: not measured, assumed equal to inside.\n" in path.read_text(encoding="utf-8")
     measurement = answer["measurement"]
@@ -396,6 +396,11 @@ def test_one_rank_measures_its_kernels_and_is_given_links(
     topology, h100 = read_cluster(path), cluster_named("h100")
     assert (topology.inside, topology.between, topology.nics_per_node) == (h100.inside, h100.between, 8)
     assert (topology.ranks, topology.ranks_per_node) == (1, 8)
+
+
+def test_a_name_that_cannot_be_printed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--name", "a\nb"]) == 2
+    assert "expected a name that can be printed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

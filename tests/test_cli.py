@@ -123,6 +123,18 @@ def test_the_matrix_names_the_rank_that_attends_each_block(run: Run, options: st
     assert drawn == {row: [attended.get((row, col), "·") for col in range(8)] for row in range(8)}
 
 
+def test_all_steps_shows_every_step(run: Run) -> None:
+    out = run(f"{EXAMPLE} --all-steps").out
+    steps = len(as_json(run(f"{EXAMPLE} --json"))["program"]["steps"])
+    assert step_numbers(out) == list(range(steps))
+    assert "left out" not in out
+
+
+def step_numbers(out: str) -> list[int]:
+    table = out[out.index("steps of rank") : out.index("compared with the other methods")]
+    return [int(found) for found in re.findall(r"(?m)^ *(\d+)  [a-z]", table)]
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize(
     "line",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from test_cli_tune import is_code
 from mesh_attention import Problem, causal, cluster_named, make_plan, parse_plan
 from mesh_attention.plan.buffer_sizes import cache_nbytes
 from mesh_attention.tuning.result import tuning_from_json
-from mesh_attention_lab.comparison import WAYS, decode_trials
+from mesh_attention_lab.comparison import decode_trials
 
 run = test_cli.run
 """The fixture."""
@@ -109,7 +110,7 @@ def test_a_step_is_told_with_its_time_cache_way_and_rivals(run: Run, monkeypatch
 
 
 def test_a_step_as_json_is_the_forecast(run: Run) -> None:
-    answer = as_json(run(f"{DECODE} --new 2 --layers 32 --json"))
+    answer = as_json(run(f"{DECODE} --new 2 --layers 32 --queries replicated --json"))
     problem = Problem(
         seq_q=2,
         seq_kv=2**20 + 2,
@@ -121,16 +122,18 @@ def test_a_step_as_json_is_the_forecast(run: Run) -> None:
         batch=8,
         mask=causal(),
     )
-    meant = decode_trials(problem, cluster_named("h100x16"))
+    meant = decode_trials(problem, cluster_named("h100x16"), queries="replicated")
     assert [one["family"] for one in answer["trials"]] == [one.family for one in meant]
     assert [one["forecasts"]["forward"]["time_s"] for one in answer["trials"]] == [one.time_s for one in meant]
     assert answer["cache_nbytes"] == cache_nbytes(problem, layers=32)
     assert parse_plan(answer["trials"][0]["plan"]) == meant[0].plans["forward"]
 
 
-def test_the_plan_of_a_step_is_a_plan_file(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "plan.txt"
-    answer = as_json(run(f"{DECODE} --json"))
+def test_a_step_is_traced_and_its_plan_is_a_plan_file(run: Run, tmp_path: Path) -> None:
+    trace, file = tmp_path / "trace.json", tmp_path / "plan.txt"
+    answer = as_json(run(f"{DECODE} --queries sharded --json --trace", trace))
+    names = {event.get("name", "") for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]}
+    assert any(name.startswith("decode q0") for name in names)
     file.write_text(answer["trials"][0]["plan"], encoding="utf-8")
     assert run("verify", file).code == 0
     assert_refused(run("simulate --cluster h100x16", file), "is a decoded step, which does not say how much is cached")
@@ -166,8 +169,8 @@ def test_a_decoded_step_is_replayed(run: Run) -> None:
         "forecasts for h200",
     ):
         assert part in words
-    answer = as_json(run(f"{line} --json"))
-    assert [row["method"] for row in answer["rows"]] == [*WAYS]
+    answer = as_json(run(f"{line} --queries replicated --json"))
+    assert [row["method"] for row in answer["rows"]] == ["replicated, all_gather", "replicated, reduce_scatter"]
     assert answer["read_gb_per_s"] > 0
     for row in answer["rows"]:
         assert row["share"] == pytest.approx(answer["one_kernel"][0]["time_s"] / row["time_s"])
@@ -175,7 +178,7 @@ def test_a_decoded_step_is_replayed(run: Run) -> None:
 
 def test_without_a_cluster_the_device_and_its_link_are_measured(run: Run) -> None:
     line = REPLAY.removesuffix(" --cluster h200")
-    answer = as_json(run(f"{line} --decode --batch 1 --cached 64 --json"))
+    answer = as_json(run(f"{line} --decode --batch 1 --cached 64 --queries sharded --json"))
     assert answer["is_measured"]
     assert answer["cluster"]["device"]["forward"]["call_us"] > 0
     assert answer["cluster"]["between"]["gb_per_s"] > 0
@@ -190,6 +193,8 @@ BAD_LINES = [
     (f"{TUNE} --documents 0,512", "--documents cannot be combined with --new"),
     (f"{TUNE} --backward", "--backward cannot be combined with --new"),
     (f"{TUNE} --layout zigzag", "--layout cannot be combined with --new"),
+    (f"{TUNE} --queries replicated", "--queries needs --decode"),
+    (f"{TUNE} --against seq --chart x.svg", "--new cannot be combined with --against seq; leave it out"),
     (f"{TUNE} --decode", "a decoded step takes at most 16 new tokens of each sequence; a turn takes more"),
     (f"{TUNE} --layers 0", "--layers '0': expected a whole number, 1 or more"),
     ("tune --cluster h100x8 --heads 8", "Missing option '--seq'; give the length of the sequence, or for serving"),
@@ -197,6 +202,7 @@ BAD_LINES = [
     ("tune --cluster h100x8 --heads 8 --seq 4k --layers 2", "--layers needs --new or --decode"),
     ("tune --cluster h100x8 --heads 8 --decode", "--decode needs --cached TOKENS"),
     (f"{DECODE} --seq 4k", "--seq cannot be combined with --decode"),
+    (f"{DECODE} --queries all", "--queries 'all': expected one of replicated sharded"),
     (f"{DECODE} --memory 4GiB --layout zigzag", "--layout, --memory cannot be combined with --decode"),
     (f"plan --ranks 4 {TURN} --backward", "--backward cannot be combined with --new"),
     (f"simulate --cluster h100x4 {TURN} --backward", "--backward cannot be combined with --new"),

@@ -15,6 +15,7 @@ from test_cli import Run, as_json
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, parse_plan
 from mesh_attention.clusters import cluster_named, cluster_to_toml
+from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planners.choice import Choice
@@ -27,6 +28,8 @@ from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention_lab.cli.terminal import Column, print_table
 from mesh_attention_lab.cli.tune import explicit_code
 from mesh_attention_lab.comparison import choice_without_costs, usual_ring_plan
+from mesh_attention_lab.drawing.charts import ChartPoint
+from mesh_attention_lab.sweep import MAIN_METHODS
 
 run = test_cli.run
 """The fixture."""
@@ -302,6 +305,65 @@ def test_methods_within_the_error_are_grouped_and_the_simplest_is_named(run: Run
     named = "of them all, the first line" if tuning.simplest is tuning.chosen else f"{simplest}; "
     assert f"simplest {named}" in words
     assert as_json(run(f"{TUNE} --backward --json"))["simplest"] == tuning.trials.index(tuning.simplest)
+
+
+# tune --chart and --trace
+
+
+def test_a_chart_against_ranks_has_the_tunings_of_each(run: Run, tmp_path: Path, topology: Topology) -> None:
+    file = tmp_path / "chart.png"
+    chart = as_json(run(f"{TUNE} --json --against ranks --chart", file))["chart"]
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert (chart["path"], chart["x"], chart["left_out"]) == (str(file), "ranks", [])
+    assert {point["x"] for point in chart["points"]} == {8, 16}
+    tuning = tune(PROBLEM, topology)
+    drawn = [trial for trial in tuning.trials if trial.family in (*MAIN_METHODS, tuning.chosen.family)]
+    expected = [ChartPoint(t.family, 16, t.time_s, t.exposed_s) for t in drawn]
+    found = [ChartPoint(**point) for point in chart["points"] if point["x"] == 16]
+    assert sorted(found, key=str) == sorted(expected, key=str)
+
+
+def test_a_chart_against_seq_keeps_the_ranks(run: Run, tmp_path: Path) -> None:
+    line = "tune --cluster h100x8 --seq 192k --seq-kv 96k --heads 4 --json --against seq --chart"
+    chart = as_json(run(line, tmp_path / "chart.svg"))["chart"]
+    assert {point["x"] for point in chart["points"]} == {65536, 131072, 196608}
+    other = as_json(run("tune --cluster h100x8 --seq 64k --seq-kv 32k --heads 4 --json"))["tuning"]["trials"][0]
+    shown = [p for p in chart["points"] if (p["method"], p["x"]) == (other["family"], 65536)]
+    assert [point["time_s"] for point in shown] == [other["forecasts"]["forward"]["time_s"]]
+
+
+def test_a_chart_against_tiles_has_every_tile_of_the_chosen_degree(run: Run, tmp_path: Path) -> None:
+    answer = as_json(run(f"{TUNE} --backward --json --against tile --chart", tmp_path / "chart.pdf"))
+    choice = tuning_from_json(answer["tuning"]).chosen.choices["forward"].assignment
+    assert choice.ulysses_degree > 1
+    tiles = [f"{choice.ulysses_degree}·{tile}" for tile in tiles_of(16 // choice.ulysses_degree)]
+    for method in ("mesh", "attention2d"):
+        assert [p["x"] for p in answer["chart"]["points"] if p["method"] == method] == tiles
+    assert answer["chart"]["title"].endswith("forward and backward, on 16 ranks of h100")
+    chosen = f"{choice.ulysses_degree}·{choice.tile}"
+    mesh = next(p for p in answer["chart"]["points"] if (p["method"], p["x"]) == ("mesh", chosen))
+    best = sum(f["time_s"] for f in answer["tuning"]["trials"][0]["forecasts"].values())
+    assert best * 0.99 <= mesh["time_s"] <= best * 1.1
+
+
+def test_what_does_not_fit_into_memory_is_not_in_the_chart_and_said(run: Run, tmp_path: Path) -> None:
+    out = run(f"{TUNE} --memory 80MiB --against ranks --chart", tmp_path / "chart.png").out
+    assert "not in the chart, because no plan fits into the memory: 8\n" in out
+    out = run(f"{TUNE} --memory 80MiB --against tile --chart", tmp_path / "chart.png").out
+    assert re.search(r"no plan fits into the memory: .*attention2d 4·[124]x", out)
+
+
+def test_a_trace_has_both_passes_of_the_choice(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    answer = as_json(run(f"{TUNE} --backward --json --trace", file))
+    assert answer["trace"] == str(file)
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes == {f"rank {rank}" for rank in range(16)}
+    last_s = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") / 1e6
+    times = [f["time_s"] for f in answer["tuning"]["trials"][0]["forecasts"].values()]
+    assert last_s == pytest.approx(sum(times), rel=0.02)
+    assert f"wrote {file}" in run(f"{TUNE} --backward --trace", file).out.replace("\n", "")
 
 
 # simulate

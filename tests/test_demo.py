@@ -36,7 +36,7 @@ METHODS = {
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """One run for all tests: what it said, and where it ran."""
     folder = tmp_path_factory.mktemp("demo")
-    arguments = ["--ranks", "4", "--seq", "512", "--report", "report.html", "--json"]
+    arguments = ["--ranks", "4", "--seq", "512", "--json"]
     done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), folder
@@ -64,8 +64,11 @@ def test_the_demo_is_right_and_moves_what_the_plans_say(demo: tuple[dict[str, An
 
 def test_the_demo_leaves_a_report_of_what_it_measured(demo: tuple[dict[str, Any], Path]) -> None:
     answer, cwd = demo
-    assert answer["report"] == "report.html"
-    report = cwd / "report.html"
+    folder = cwd / "mesh-attention-report"
+    assert {path.name for path in folder.iterdir()} == {"report.html", "trace.json"}
+    assert answer["report"] == "mesh-attention-report/report.html"
+    assert "rank 3" in (folder / "trace.json").read_text()
+    report = folder / "report.html"
     best = min(answer["methods"], key=lambda row: row["received_nbytes"])["method"]
     assert best != "ring"  # the first
     assert f"Shown first: {best} " in report.read_text()
@@ -77,7 +80,7 @@ def test_the_demo_leaves_a_report_of_what_it_measured(demo: tuple[dict[str, Any]
             assert one["measured"], scene["method"]
 
 
-def write_local_report(page: Path) -> None:
+def write_local_report(folder: Path) -> None:
     """The report of what a local group recorded, without processes."""
     problem = _problem(2, 64)
     methods, measured = _methods(problem), []
@@ -90,7 +93,7 @@ def write_local_report(page: Path) -> None:
         passes = tuple((one.plan, one.timeline) for one in recording.passes())
         measured.append(MethodResult(**NOTHING | {"method": name}, passes=passes))
     seen = RankResults(methods=measured, calibration=NONSENSE)
-    write_report(page, problem, seen, best="mesh", report=lambda activity, fraction: None)
+    write_report(folder, problem, seen, best="mesh", report=lambda activity, fraction: None)
 
 
 NOTHING: Any = dict.fromkeys(("forward_error", "gradient_error"), 0.0) | {
@@ -119,9 +122,29 @@ NONSENSE = Measurement(
 
 
 def test_inconsistent_times_are_replaced_and_that_is_said(tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    write_local_report(page)
-    assert "by the laptop preset, because the measured times are inconsistent" in page.read_text()
+    write_local_report(tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "by the laptop preset, because the measured times are inconsistent" in text
+
+
+@pytest.mark.parametrize("options", [["--no-report"], ["--ranks", "1"]])
+def test_without_recordings_there_is_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = RankResults(methods=[MethodResult(**NOTHING | {"method": name}) for name in METHODS], calibration=None)
+    monkeypatch.setattr(demo_command_module, "run_processes", lambda *_, **__: [seen] * 4)
+    assert main(["demo", "--seq", "512", *options]) == 0
+    assert "report" not in capsys.readouterr().out
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").write_text("mine")
+    assert main(["demo", "--report", str(tmp_path / "taken")]) == 2
+    assert "taken: cannot be written: file exists; write elsewhere" in capsys.readouterr().err
 
 
 def test_the_verdict_names_the_method_that_moved_the_fewest_bytes() -> None:

@@ -1,7 +1,8 @@
-"""`mesh-attention draw` writes a page of what was asked for, or says why not."""
+"""`mesh-attention draw` writes a page and a trace of what was asked for, or says why not."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,18 @@ def plan_of(ranks: int, **options: Any) -> Plan:
 
 def test_the_main_methods_are_scenes() -> None:
     topology = cluster_named("h100x16")
-    subject = scene_of({"forward": plan_of(16, tile=(4, 4))}, topology, report=lambda *progress: None)
+    subject = scene_of({"forward": plan_of(16, tile=(8, 2))}, topology, report=lambda *progress: None)
     found = with_rivals(subject, topology, report=lambda *progress: None)
     chosen = [(scene.method, scene.tile) for scene in found]
     assert found[0] is subject
     assert chosen == [
-        ("mesh", "4x4"),
+        ("mesh", "8x2"),
         ("ring", "1x16"),
         ("pass-q", "16x1"),
         ("mesh", "2x8"),
         ("attention2d", "2x8"),
         ("ulysses+mesh", "8·1x2"),
+        ("mesh", "4x4"),
     ]
     for scene in found:
         spans = scene.forecasts["forward"].spans
@@ -63,12 +65,16 @@ def page_data(path: Path) -> Any:
     return unpacked(found[1])
 
 
-def test_draw_writes_a_page(run: Run, tmp_path: Path) -> None:
-    out = tmp_path / "explorer.html"
+def test_draw_writes_a_page_and_a_trace(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "pictures"
     code, said, err = run(f"{DRAW} --cluster h100x4 --out", out)
     assert (code, err) == (0, "")
-    assert said == f"wrote {out} (open it in a browser)\n"
-    found = {(scene["ranks"], scene["method"], scene["tile"]) for scene in page_data(out)["scenes"]}
+    page, trace = out / "explorer.html", out / "trace.json"
+    assert sorted(out.iterdir()) == [page, trace]
+    assert said == f"wrote {page} (open it in a browser)\nwrote {trace} (for ui.perfetto.dev)\n"
+    names = {event["args"].get("name") for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"}
+    assert {f"rank {rank}" for rank in range(4)} <= names
+    found = {(scene["ranks"], scene["method"], scene["tile"]) for scene in page_data(page)["scenes"]}
     assert {
         (4, "ring", "1x4"),
         (4, "mesh", "2x2"),
@@ -78,8 +84,8 @@ def test_draw_writes_a_page(run: Run, tmp_path: Path) -> None:
 
 
 def test_draw_says_what_it_drew_in_json(run: Run, tmp_path: Path) -> None:
-    answer = as_json(run(f"{DRAW} --json --out", tmp_path / "explorer.html"))
-    assert answer["page"] == str(tmp_path / "explorer.html")
+    answer = as_json(run(f"{DRAW} --json --out", tmp_path))
+    assert answer["files"] == {"explorer": str(tmp_path / "explorer.html"), "trace": str(tmp_path / "trace.json")}
     assert answer["scenes"][0] == {"ranks": 4, "method": "mesh", "tile": "2x2"}
     assert set(answer["digests"]) == {"forward", "backward"}
 
@@ -89,8 +95,8 @@ def test_a_saved_plan_is_drawn_as_it_is(run: Run, tmp_path: Path) -> None:
     plan = make_plan(problem, tile=(4, 1), direction="backward").unrolled()
     file = tmp_path / "plan.txt"
     file.write_text(str(plan))
-    answer = as_json(run("draw --cluster h100x4 --json --out", tmp_path / "out.html", file))
+    answer = as_json(run("draw --cluster h100x4 --json --out", tmp_path / "out", "--plan", file))
     assert answer["digests"] == {"backward": plan.digest}
-    found = page_data(tmp_path / "out.html")["scenes"]
+    found = page_data(tmp_path / "out" / "explorer.html")["scenes"]
     assert (found[0]["method"], found[0]["tile"]) == ("mesh", "4x1")
     assert all(set(scene["passes"]) == {"backward"} for scene in found)

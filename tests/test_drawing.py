@@ -1,18 +1,25 @@
-"""Traces show what the timeline says: every span once, where it was."""
+"""Traces and charts show what the timeline says: every span once, where it was, and nothing that cannot be read."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from test_imports import modules_after
 
+from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined
+from mesh_attention_lab.drawing.charts import ChartPoint, save_chart, time_chart
 from mesh_attention_lab.drawing.trace import rank_tracks, to_perfetto, write_trace
 
 TWO_NS_IN_US = 0.002
@@ -191,3 +198,211 @@ def test_the_exposed_time_of_joined_passes_is_the_sum_of_theirs() -> None:
     assert both.compute_s == first.compute_s + second.compute_s > max(rank.compute_s for rank in both.ranks)
     assert both.exposed_s == first.exposed_s + second.exposed_s == 1.0
     assert joined([both, first]).exposed_s == both.exposed_s + first.exposed_s
+
+
+# What is drawn
+
+
+def texts(figure: Figure) -> list[Text]:
+    """All that is shown, as it is placed when drawn."""
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    beyond = {*axes.get_xticklabels(), *axes.get_yticklabels()} - {*tick_labels(axes.xaxis), *tick_labels(axes.yaxis)}
+    found = [text for text in figure.findobj(Text) if isinstance(text, Text) and text not in beyond]
+    return [text for text in found if text.get_visible() and text.get_text()]
+
+
+def tick_labels(axis: Axis) -> list[Text]:
+    """Those in view; locators make some beyond it."""
+    low, high = sorted(axis.get_view_interval())
+    pairs = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+    return [label for at, label in pairs if low * (1 - 1e-9) <= at <= high * (1 + 1e-9)]
+
+
+def words(figure: Figure) -> list[str]:
+    return [text.get_text() for text in texts(figure)]
+
+
+def assert_nothing_is_cut_off(figure: Figure) -> None:
+    sheet = figure.bbox
+    for text in texts(figure):
+        box = text.get_window_extent()
+        assert box.x0 >= sheet.x0 - 1, f"{text.get_text()!r} leaves the sheet on the left"
+        assert box.x1 <= sheet.x1 + 1, f"{text.get_text()!r} leaves the sheet on the right"
+        assert box.y0 >= sheet.y0 - 1, f"{text.get_text()!r} leaves the sheet below"
+        assert box.y1 <= sheet.y1 + 1, f"{text.get_text()!r} leaves the sheet above"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(4e-6, "4 µs"), (5e-4, "500 µs"), (0.02, "20 ms"), (3.0, "3 s"), (100.0, "100 s")]
+)
+def test_times_have_the_unit_of_their_size(seconds: float, shown: str) -> None:
+    assert shown in words(time_chart([ChartPoint("a", 8, seconds, 0.0)], x="ranks"))
+
+
+def scaling(methods: int = 6, *, unit_s: float = 0.1) -> list[ChartPoint]:
+    return [
+        ChartPoint(f"method {m}", ranks, unit_s * (8 / ranks + 0.1 * m), unit_s * 0.1 * m)
+        for m in range(methods)
+        for ranks in (8, 16, 32, 64, 128, 256)
+    ]
+
+
+def lines(figure: Figure) -> dict[str, list[tuple[float, float]]]:
+    return {
+        str(line.get_label()): [(float(x), float(y)) for x, y in line.get_xydata()]  # type: ignore[union-attr]
+        for line in figure.axes[0].lines
+    }
+
+
+def test_tiles_stand_in_the_order_in_which_they_come() -> None:
+    tiles = ["1x16", "16x1", "4x4"]
+    figure = time_chart([ChartPoint("mesh", tile, 2.0 + len(tile), 0.5) for tile in tiles], x="tile")
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == tiles
+    assert lines(figure)["mesh: time"] == [(0.0, 6.0), (1.0, 6.0), (2.0, 5.0)]
+
+
+def test_a_time_chart_has_a_solid_and_a_dashed_line_a_method() -> None:
+    points = scaling()
+    figure = time_chart(reversed(points), x="ranks", title="Forward")
+    drawn = lines(figure)
+    assert len(drawn) == 12
+    for method in {point.method for point in points}:
+        own = [point for point in points if point.method == method]
+        assert drawn[f"{method}: time"] == [(p.x, p.time_s) for p in own]
+        assert drawn[f"{method}: exposed communication"] == [(p.x, p.exposed_s) for p in own]
+    for line in figure.axes[0].lines:
+        assert line.is_dashed() == str(line.get_label()).endswith("exposed communication")
+    assert {"Forward", "time", "exposed communication", "ranks"} <= set(words(figure))
+
+
+def test_lengths_are_written_as_people_write_them() -> None:
+    figure = time_chart([ChartPoint("ring", 2**n, 4.0**n * 1e-9, 0.0) for n in range(17, 23)], x="seq")
+    assert figure.axes[0].get_xscale() == "log"
+    ticks = [label.get_text() for label in tick_labels(figure.axes[0].xaxis)]
+    assert ticks == ["128k", "256k", "512k", "1m", "2m", "4m"]
+
+
+def test_times_far_apart_are_on_a_log_axis_that_shows_zero() -> None:
+    near = time_chart([ChartPoint("a", 8, 2.0, 0.5), ChartPoint("a", 16, 1.0, 0.0)], x="ranks").axes[0]
+    far = time_chart([ChartPoint("a", 8, 20.0, 0.5), ChartPoint("a", 16, 1.0, 0.2)], x="ranks").axes[0]
+    zero = time_chart([ChartPoint("a", 8, 20.0, 0.5), ChartPoint("a", 16, 1.0, 0.0)], x="ranks").axes[0]
+    assert [axes.get_yscale() for axes in (near, far, zero)] == ["linear", "symlog", "symlog"]
+    assert "0 s" in [label.get_text() for label in zero.get_yticklabels()]
+    assert all(axes.get_ylim()[0] <= 0.0 for axes in (near, zero))
+
+
+def test_methods_are_told_apart() -> None:
+    drawn = time_chart(scaling(20), x="ranks").axes[0].lines
+    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == 20
+
+
+@st.composite
+def point_sets(draw: st.DrawFn) -> tuple[str, list[ChartPoint]]:
+    x = draw(st.sampled_from(("ranks", "seq")))
+    xs = {
+        "ranks": [1, 3, 8, 12, 16, 64, 100, 256, 1024],
+        "seq": [1000, 2**17, 100_000, 2**20, 3 * 2**19, 2**24],
+    }[x]
+    scale = draw(st.sampled_from((1e-6, 1e-3, 1.0, 600.0)))
+    points = []
+    for number in range(draw(st.sampled_from((1, 2, 8, 12)))):
+        for place in draw(st.lists(st.sampled_from(xs), min_size=1, unique=True)):
+            time_s = draw(st.floats(0.5, 2) | st.floats(1e-3, 1e3)) * scale
+            exposed_s = draw(st.sampled_from((0.0, -1e-17 * time_s, time_s)) | st.floats(0, 1).map(time_s.__mul__))
+            points.append(ChartPoint(f"method {number}", place, time_s, exposed_s))
+    return x, points
+
+
+@given(point_sets())
+@settings(max_examples=40, phases=(Phase.explicit, Phase.generate))  # a chart takes too long to look for a smaller one
+def test_any_points_make_a_readable_chart(drawn: tuple[Any, list[ChartPoint]]) -> None:
+    x, points = drawn
+    figure = time_chart(points, x=x, title="Forward, 32 heads of 128, causal")
+    assert_nothing_is_cut_off(figure)
+    assert sum(map(len, lines(figure).values())) == 2 * len(points)
+    assert_apart(legend_texts(figure))
+    assert_apart(tick_labels(figure.axes[0].yaxis))
+    if not any(label.get_rotation() for label in figure.axes[0].get_xticklabels()):
+        assert_apart(tick_labels(figure.axes[0].xaxis))
+
+
+def assert_apart(labels: list[Text]) -> None:
+    for one, other in combinations(labels, 2):
+        first, second = Text.get_window_extent(one), Text.get_window_extent(other)  # without the stroke to the line
+        overlap = (
+            min(first.x1, second.x1) - max(first.x0, second.x0),
+            min(first.y1, second.y1) - max(first.y0, second.y0),
+        )
+        assert min(overlap) <= 2, f"{one.get_text()!r} covers {other.get_text()!r}"
+
+
+def legend_texts(figure: Figure) -> list[Text]:
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    return legend.get_texts()
+
+
+def test_every_method_is_named_beside_the_axes_in_the_order_of_its_end() -> None:
+    figure = time_chart([*scaling(3), ChartPoint("ulysses", 8, 0.1, 0.0)], x="ranks")
+    legend, drawn = figure.axes[0].get_legend(), {line.get_label(): line for line in figure.axes[0].lines}
+    assert legend is not None
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["time", "exposed communication", "ulysses", "method 2", "method 1", "method 0"]
+    for name, handle in list(zip(names, legend.get_lines(), strict=True))[2:]:
+        assert handle.get_color() == drawn[f"{name}: time"].get_color()
+
+
+def test_long_names_and_titles_are_kept_on_the_sheet() -> None:
+    points = [ChartPoint("a method with a name far too long to stand beside a line", 8, 1.0, 0.5)]
+    title = "A title that says everything there is " * 5
+    figure = time_chart(points, x="ranks", title=title)
+    assert_nothing_is_cut_off(figure)
+    assert figure.axes[0].get_position().width > 0.5
+    (shown,) = [text for text in texts(figure) if text.get_text().startswith("A title")]
+    assert shown.get_fontsize() >= 7
+
+
+def test_nothing_at_all_can_be_drawn() -> None:
+    assert_nothing_is_cut_off(time_chart([ChartPoint("ring", 8, 0.0, 0.0)], x="ranks"))
+
+
+def test_dollars_are_not_formulas() -> None:
+    figure = time_chart([ChartPoint(r"$\ring$", 8, 1.0, 0.5)], x="ranks", title=r"$\mesh$")
+    assert {r"$\ring$", r"$\mesh$"} <= set(words(figure))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".PNG", b"\x89PNG")]
+)
+def test_the_same_chart_is_the_same_file(tmp_path: Path, suffix: str, start: bytes) -> None:
+    files = [tmp_path / f"{number}{suffix}" for number in range(2)]
+    for file in files:
+        save_chart(time_chart(scaling(), x="ranks"), str(file))
+    assert files[0].read_bytes().startswith(start)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert not any(word in files[0].read_bytes() for word in (b"CreationDate", b"<dc:date>", b"Software"))
+
+
+def test_drawing_imports_matplotlib_only_when_it_draws() -> None:
+    loaded = modules_after("import mesh_attention_lab.drawing.charts, mesh_attention_lab.drawing.trace")
+    assert "matplotlib" not in loaded.split()
+    draw = "from mesh_attention_lab.drawing.charts import *\ntime_chart([ChartPoint('ring', 8, 1, 0)], x='ranks')"
+    loaded = modules_after(draw).split()
+    assert "matplotlib" in loaded
+    assert "matplotlib.pyplot" not in loaded
+
+
+def test_without_matplotlib_one_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hidden:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name.split(".")[0] == "matplotlib":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Hidden, *sys.meta_path])
+    with pytest.raises(UsageError, match=r"matplotlib is not installed; pip install 'mesh-attention\[charts\]'"):
+        time_chart([ChartPoint("ring", 8, 1.0, 0.0)], x="ranks")
+    to_perfetto(SMALL)  # needs none

@@ -184,8 +184,8 @@ def test_reading_keys_and_values_bounds_every_step() -> None:
 
 def test_small_partials_are_gathered_and_large_ones_meet_in_slices() -> None:
     for batch, name in ((1, "replicated, all_gather"), (256, "replicated, reduce_scatter")):
-        found = decode_trials(replace(DECODED, batch=batch), NODES)
-        assert next(trial.family for trial in found if trial.family != "sharded") == name
+        found = decode_trials(replace(DECODED, batch=batch), NODES, queries="replicated")
+        assert found[0].family == name
     assert all(a.time_s <= b.time_s for a, b in pairwise(found))
 
 
@@ -199,6 +199,10 @@ def test_every_plan_but_the_first_has_a_reason() -> None:
 def test_one_rank_exchanges_nothing() -> None:
     found = decode_trials(replace(DECODED, ranks=1), cluster_named("h100x1"))
     assert {(one.exposed_s, one.sent_nbytes) for one in found} == {(0.0, 0)}
+
+
+def test_the_way_may_be_stated() -> None:
+    assert [trial.family for trial in decode_trials(DECODED, NODES, queries="sharded")] == ["sharded"]
 
 
 def test_ranks_that_share_a_nic_wait_for_each_other() -> None:

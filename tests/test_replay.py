@@ -14,6 +14,7 @@ from mesh_attention.errors import MemoryLimitError, UsageError
 from mesh_attention.execution.compiled import compile_program
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.topology import Topology
+from mesh_attention_lab.cli.replay import rates_of
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.device import check_memory, measure_cluster
 from mesh_attention_lab.replay.replay import replay
@@ -236,3 +237,10 @@ def test_errors_and_spread_are_shares_of_what_was_measured(known: Replayed) -> N
 def test_without_ring_nothing_is_set_against_it(known: Replayed) -> None:
     alone = replace(known, passes=known.passes[2:])
     assert {row.times_ring for row in rows_of(alone)} == {None}
+
+
+def test_bars_stand_below_the_rate_of_the_one_kernel_on_the_same_work(known: Replayed) -> None:
+    forward, backward, both = rates_of(known)
+    assert (forward.one_kernel, backward.one_kernel, both.one_kernel) == pytest.approx((2.5, 3.125, 7 / 2.4))
+    assert [rate for rate, _ in both.bars.values()] == pytest.approx([7 / 6, 7 / 3])
+    assert [forecast for _, forecast in both.bars.values()] == pytest.approx([7 / 6.6, 7 / 3.3])

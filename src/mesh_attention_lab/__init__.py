@@ -1,4 +1,4 @@
-"""What people look with: the command line, the explorer page, replay on one device, measured timelines.
+"""What people look with: the command line, charts, the explorer page, replay on one device, measured timelines.
 
 `mesh_attention` never imports this package.
 """

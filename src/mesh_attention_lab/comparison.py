@@ -20,9 +20,9 @@ from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
-from mesh_attention.tuning.bounds import plan_on
+from mesh_attention.tuning.bounds import plan_on, traffic
 from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial
-from mesh_attention.tuning.search import MOST_TRANSFERS
+from mesh_attention.tuning.search import MOST_TRANSFERS, groupings
 from mesh_attention.units import Progress, format_time
 
 MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16
@@ -84,6 +84,21 @@ def choice_without_costs(problem: Problem, topology: Topology, trial: Trial) -> 
     return None
 
 
+TRIED, PRICED_RANKS = 3, 8
+"""Placements, routes and groupings of a tile that are simulated, the most promising first, and then the first of them
+with a cost-based grouping; and the ranks of each whose calls are priced."""
+
+
+def fastest(choices: Sequence[Choice], problem: Problem, topology: Topology, direction: Direction) -> Forecast:
+    """The forecast of the fastest of the most promising choices, in any grouping."""
+    candidates = [replace(choice, blocks_per_call=blocks) for choice in choices for blocks in groupings(choice)]
+    promising = sorted(candidates, key=lambda choice: traffic(choice, problem, topology, direction).estimate_s)
+    tried = dict.fromkeys((*promising[:TRIED], replace(promising[0], blocks_per_call=None)))
+    plans = [plan_on(topology, problem, choice, direction) for choice in tried]
+    forecasts = [Forecast.of(simulate(plan, topology, priced_ranks=PRICED_RANKS)) for plan in plans]
+    return min(forecasts, key=lambda forecast: forecast.time_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTrial(Trial):
     """Plans that no choice made, under a name, and their timelines."""
@@ -114,8 +129,8 @@ WAYS: dict[str, tuple[Queries, Combining]] = {
 """Simplest first."""
 
 
-def decode_plans(problem: Problem) -> dict[str, Plan]:
-    """Every way to plan a step. Each batch entry is a sequence with its new tokens."""
+def decode_plans(problem: Problem, *, queries: Queries | None = None) -> dict[str, Plan]:
+    """Every way to plan a step, or those of `queries`. Each batch entry is a sequence with its new tokens."""
     shape = StepShape(
         new_tokens=(problem.seq_q,) * problem.batch,
         ranks=problem.ranks,
@@ -125,14 +140,17 @@ def decode_plans(problem: Problem) -> dict[str, Plan]:
         head_dim_v=problem.head_dim_v,
         dtype=problem.dtype,
     )
-    return {name: plan_decode(shape, queries=held, combining=combine) for name, (held, combine) in WAYS.items()}
+    ways = {name: way for name, way in WAYS.items() if queries in (None, way[0])}
+    return {name: plan_decode(shape, queries=held, combining=combine) for name, (held, combine) in ways.items()}
 
 
-def decode_trials(problem: Problem, topology: Topology) -> tuple[PlanTrial, ...]:
+def decode_trials(
+    problem: Problem, topology: Topology, *, queries: Queries | None = None, spans_of: Sequence[int] = ()
+) -> tuple[PlanTrial, ...]:
     """The chosen way, then the others and why they are not, fastest first."""
     attend_s, trials = decode_seconds(topology.device, problem), []
-    for name, plan in decode_plans(problem).items():
-        timeline = simulate(plan, topology, attend_s=attend_s)
+    for name, plan in decode_plans(problem, queries=queries).items():
+        timeline = simulate(plan, topology, attend_s=attend_s, spans_of=spans_of)
         trials.append(PlanTrial.of(name, {"forward": plan}, {"forward": timeline}))
     first, *losers = sorted(trials, key=lambda trial: trial.time_s)
     return first, *(replace(loser, reason=_why_not(loser, first)) for loser in losers)

@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 MOST_RANKS = 64
 
 
+def _parse_name(text: str) -> str:
+    if not (text and text.isprintable()):
+        raise UsageError(f" {text!r}: expected a name that can be printed")
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
     ranks: Annotated[int | None, whole_number("Processes to start here; 2 if left out. Not under torchrun.")] = None
@@ -47,9 +53,9 @@ class CalibrateOptions:
     head_dim: Annotated[int, whole_number("Head size.")] = HEAD_DIM
     dtype: Annotated[str, option(f"One of {', '.join(ITEMSIZE)}.", "NAME")] = "bfloat16"
     links_of: Annotated[
-        Topology | None,
-        option("A cluster (h100x8, FILE.toml) to take missing links from.", "CLUSTER", cluster_named),
+        Topology | None, option("A cluster (h100x8, FILE.toml) to take missing links from.", "CLUSTER", cluster_named)
     ] = None
+    name: Annotated[str | None, option("Name of the cluster; default: the device's name.", "NAME", _parse_name)] = None
     out: Annotated[Path, file("The file to write.", "cluster.toml")] = Path("cluster.toml")
     keep: Annotated[bool, flag("--keep", "Also keep it for MeshAttention(group) on such a device.")] = False
     force: Annotated[bool, flag("--force", "Overwrite an existing file.")] = False
@@ -89,13 +95,8 @@ def calibrate_command(options: CalibrateOptions) -> None:
         size = options.node_size(ranks)
         measurement = _measure_alone(options, setting, ranks, size)
     if measurement is not None:
-        topology = fit_topology(
-            measurement,
-            name=slug(measurement.device),
-            ranks=ranks,
-            ranks_per_node=size,
-            unmeasured=options.links_of,
-        )
+        name = options.name or slug(measurement.device)
+        topology = fit_topology(measurement, name=name, ranks=ranks, ranks_per_node=size, unmeasured=options.links_of)
         _tell(options, measurement, topology)
 
 

@@ -15,70 +15,72 @@ from typing import Annotated, Any
 import typer
 
 from mesh_attention.clusters import PRESETS
-from mesh_attention.errors import TopologyError, UsageError
+from mesh_attention.errors import TopologyError, UsageError, writing
 from mesh_attention.machine.fit import Measurement, fit_topology
 from mesh_attention.masks import causal
 from mesh_attention.plan.assignment import Tile, tiles_of
 from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Problem
+from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, Progress, count, format_nbytes, format_time
+from mesh_attention_lab.cli import terminal as term
 from mesh_attention_lab.cli.demo_worker import TIMED_RUNS, MethodResult, RankResults, work
 from mesh_attention_lab.cli.draw import scene_of
 from mesh_attention_lab.cli.files import problem_to_json
-from mesh_attention_lab.cli.options import file, flag, tokens, whole_number
-from mesh_attention_lab.cli.terminal import (
-    Column,
-    mask_words,
-    plain_console,
-    print_table,
-    progress,
-    size_words,
-    tile_reason,
-)
+from mesh_attention_lab.cli.options import flag, option, tokens, whole_number
 from mesh_attention_lab.drawing.page import write_page
+from mesh_attention_lab.drawing.trace import write_trace
 from mesh_attention_lab.launch import run_processes
 
 MOST_RANKS, MOST_TOKENS = 64, 65536
 ULYSSES_DEGREE = 2
+REPORT = "mesh-attention-report"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
     ranks: Annotated[int, whole_number("Number of processes that share the work.")] = 8
     seq: Annotated[int, tokens("Tokens of the whole sequence: 4096, 4k (k is 1024).")] = 4096
-    report: Annotated[Path | None, file("Write a page of what ran, next to its forecast.", "report.html")] = None
+    report: Annotated[
+        Path | None, option("Where to write the report: a page and a trace.", "FOLDER", show_default=REPORT)
+    ] = None
+    no_report: Annotated[bool, flag("--no-report", "Record and write nothing.")] = False
     json: Annotated[bool, flag("--json", "Print one JSON object and nothing else.")] = False
 
 
 def demo_command(options: DemoOptions) -> None:
     """Attend over processes on this machine with each method, and compare with attention in one process.
 
-    With --report, one more pass of each method is recorded for the page.
+    One more pass of each method is recorded, and a report with its timeline is written to a folder.
 
     Exit code 0: all are right. 1: a result or a count is wrong, or a process failed.
     """
     problem = _problem(options.ranks, options.seq)
     methods = _methods(problem)
-    is_recorded = options.report is not None
-    if is_recorded and problem.ranks == 1:
-        raise UsageError("--report needs two or more ranks: on one, a call is a single kernel without steps")
-    with progress(f"running {', '.join(methods)} on {count(problem.ranks, 'rank')}"):
+    folder = options.report or Path(REPORT)
+    if options.report is not None and options.no_report:
+        raise UsageError(f"--report {folder} cannot be combined with --no-report; leave one of them out")
+    is_recorded = not options.no_report and problem.ranks > 1  # on one, a call is a single kernel without steps
+    if is_recorded:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+    with term.progress(f"running {', '.join(methods)} on {count(problem.ranks, 'rank')}"):
         by_rank = run_processes(work, problem, methods, is_recorded, ranks=problem.ranks)
     rows = [_worst(results) for results in zip(*(of_rank.methods for of_rank in by_rank), strict=True)]
     is_right = all(row.is_right for row in rows)
     if options.json:
         answer = {"ok": is_right, "problem": problem_to_json(problem), "cores": os.cpu_count()}
-        answer |= {"methods": list(map(_as_json, rows)), "report": options.report and str(options.report)}
+        answer |= {"methods": list(map(_as_json, rows)), "report": str(folder / PAGE) if is_recorded else None}
         typer.echo(json.dumps(answer))
     else:
         _print(problem, rows)
-        plain_console().print(f"\n{_verdict(methods, rows)}", style="bold")
-    if options.report is not None:
-        with progress("drawing") as report:
-            write_report(options.report, problem, by_rank[0], best=_best(rows).method, report=report)
+        term.plain_console().print(f"\n{_verdict(methods, rows)}", style="bold")
+    if is_recorded:
+        with term.progress("drawing") as report:
+            write_report(folder, problem, by_rank[0], best=_best(rows).method, report=report)
         if not options.json:
-            typer.echo(f"\nwrote {options.report}\n{LOOK_AT}")
+            typer.echo(f"\nreport: {folder / PAGE}\n{LOOK_AT}")
     if not is_right:
         raise typer.Exit(1)
 
@@ -121,12 +123,7 @@ def _worst(results: Sequence[MethodResult]) -> MethodResult:
     """Each number is that of the worst rank."""
     names = ("forward_error", "gradient_error", "sent_nbytes", "received_nbytes", "messages", "peak_nbytes", "time_s")
     worst: dict[str, Any] = {name: max(getattr(result, name) for result in results) for name in names}
-    return replace(
-        results[0],
-        **worst,
-        is_as_planned=all(result.is_as_planned for result in results),
-        passes=(),
-    )
+    return replace(results[0], **worst, is_as_planned=all(result.is_as_planned for result in results), passes=())
 
 
 def _as_json(row: MethodResult) -> dict[str, Any]:
@@ -136,13 +133,13 @@ def _as_json(row: MethodResult) -> dict[str, Any]:
 
 
 def _print(problem: Problem, rows: Sequence[MethodResult]) -> None:
-    console = plain_console()
+    console = term.plain_console()
     console.print(
-        f"attention forward and backward, {mask_words(problem)}, {size_words(problem)}; "
+        f"attention forward and backward, {term.mask_words(problem)}, {term.size_words(problem)}; "
         f"{problem.ranks} processes on {os.cpu_count()} cores",
         style="bold",
     )
-    print_table(console, _columns(rows))
+    term.print_table(console, _columns(rows))
     if problem.ranks % ULYSSES_DEGREE:
         console.print(f"ulysses+mesh is left out: {ULYSSES_DEGREE} does not divide {problem.ranks} ranks")
     console.print(
@@ -156,17 +153,17 @@ def _print(problem: Problem, rows: Sequence[MethodResult]) -> None:
             console.print(f"{row.method} {row.tile} is wrong: see its errors and its counts above", style="bold red")
 
 
-def _columns(rows: Sequence[MethodResult]) -> list[Column]:
+def _columns(rows: Sequence[MethodResult]) -> list[term.Column]:
     return [
-        Column(header="method", cells=[row.method for row in rows], is_text=True),
-        Column(header="tile", cells=[row.tile for row in rows], is_text=True),
-        Column(header="error\nforward", cells=[f"{row.forward_error:.0e}" for row in rows]),
-        Column(header="error\ngradients", cells=[f"{row.gradient_error:.0e}" for row in rows]),
-        Column.of_amounts("received", [row.received_nbytes for row in rows], BYTES),
-        Column(header="messages", cells=[f"{row.messages:,}" for row in rows]),
-        Column.of_amounts("peak", [row.peak_nbytes for row in rows], BYTES),
-        Column(header="as\nplanned", cells=["yes" if row.is_as_planned else "NO" for row in rows]),
-        Column(header="time\ns", cells=[f"{row.time_s:.2f}" for row in rows]),
+        term.Column(header="method", cells=[row.method for row in rows], is_text=True),
+        term.Column(header="tile", cells=[row.tile for row in rows], is_text=True),
+        term.Column(header="error\nforward", cells=[f"{row.forward_error:.0e}" for row in rows]),
+        term.Column(header="error\ngradients", cells=[f"{row.gradient_error:.0e}" for row in rows]),
+        term.Column.of_amounts("received", [row.received_nbytes for row in rows], BYTES),
+        term.Column(header="messages", cells=[f"{row.messages:,}" for row in rows]),
+        term.Column.of_amounts("peak", [row.peak_nbytes for row in rows], BYTES),
+        term.Column(header="as\nplanned", cells=["yes" if row.is_as_planned else "NO" for row in rows]),
+        term.Column(header="time\ns", cells=[f"{row.time_s:.2f}" for row in rows]),
     ]
 
 
@@ -182,18 +179,19 @@ def _verdict(methods: Mapping[str, Choice], rows: Sequence[MethodResult]) -> str
     share = best.received_nbytes / ring.received_nbytes
     return (
         f"{best.method} {best.tile} wins with {format_nbytes(best.received_nbytes)} received by a rank, {share:.2f} of "
-        f"ring's: {tile_reason(methods[best.method].assignment)}"
+        f"ring's: {term.tile_reason(methods[best.method].assignment)}"
     )
 
 
+PAGE = "report.html"
 LOOK_AT = (
     "Choose a method there: the matrix shows who computes what, the timeline what each rank did when, as forecast and "
     "as measured."
 )
 
 
-def write_report(page: Path, problem: Problem, seen: RankResults, *, best: str, report: Progress) -> None:
-    """Write the page, which opens on the `best` method. `seen` are the results of rank 0, with recordings."""
+def write_report(folder: Path, problem: Problem, seen: RankResults, *, best: str, report: Progress) -> None:
+    """Write the page, which opens on the `best` method, and its trace. `seen` are the recordings of rank 0."""
     assert seen.calibration is not None  # passes were recorded
     here, source = _machine_at_hand(seen.calibration, ranks=problem.ranks)
     measured = [
@@ -206,8 +204,9 @@ def write_report(page: Path, problem: Problem, seen: RankResults, *, best: str, 
         for result in seen.methods
     ]
     measured.sort(key=lambda scene: scene.method != best)
+    write_trace(folder / "trace.json", joined(measured[0].measured.values()))
     write_page(
-        page,
+        folder / PAGE,
         measured,
         title="Attention spread over ranks: who computes what, and when",
         notes=[
@@ -230,7 +229,7 @@ def _machine_at_hand(calibration: Measurement, *, ranks: int) -> tuple[Topology,
 def _notes(problem: Problem, here: Topology, source: str) -> list[str]:
     rates = f"{1e3 * here.device.forward.tflops:.3g} and {1e3 * here.device.backward.tflops:.3g} GFLOP/s per rank"
     return [
-        f"All scenes were measured: {size_words(problem)}, {mask_words(problem)}, in "
+        f"All scenes were measured: {term.size_words(problem)}, {term.mask_words(problem)}, in "
         f"{problem.ranks} processes on {os.cpu_count()} cores, with Gloo on the loopback interface. Each pass was "
         "recorded once, after the timed runs.",
         f"Their forecasts are for this machine {source}: {rates} forward and backward with all ranks at work, "

@@ -13,6 +13,7 @@ from mesh_attention.plan.plan import Plan
 from mesh_attention.problem import Problem
 from mesh_attention.units import Progress, count
 from mesh_attention.verification.rules import check
+from mesh_attention_lab.drawing.charts import FORMATS, look
 
 WRITES_ONE = "'mesh-attention plan --save FILE' writes one"
 
@@ -51,7 +52,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
     return asdict(problem) | {"mask": str(problem.mask)}
 
 
-# A file to write: what cannot be written is refused before any work is done
+# Files to write: what cannot be written is refused before any work is done
 
 
 def output_file(text: str, *, example: str) -> Path:
@@ -61,3 +62,11 @@ def output_file(text: str, *, example: str) -> Path:
     if isdir(path):
         raise UsageError(f" {path}: is a directory; give a file name, such as {path / example}")
     return path
+
+
+def chart_file(text: str) -> Path:
+    path = output_file(text, example="chart.png")
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f" {path}: expected a file name that ends in {' or '.join(FORMATS)}")
+    with look():  # refuses where matplotlib is missing
+        return path

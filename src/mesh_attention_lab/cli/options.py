@@ -26,11 +26,12 @@ from mesh_attention.plan.layout import LAYOUTS, Layout, TypicalTurn, layout_name
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.planners.choice import METHODS, Choice, default_layout
+from mesh_attention.planners.decoded_step import QUERIES, Queries
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.representative import part_of
 from mesh_attention.units import BYTES, TOKENS, Progress, count
-from mesh_attention_lab.cli.files import checked_plan, output_file
+from mesh_attention_lab.cli.files import chart_file, checked_plan, output_file
 from mesh_attention_lab.cli.terminal import mask_words
 from mesh_attention_lab.comparison import single_block_plan
 
@@ -145,17 +146,13 @@ def _parse_tile(text: str) -> Tile | None:
 
 Ranks = Annotated[int, whole_number("Number of ranks that share the work.", PROBLEM)]
 Cluster = Annotated[
-    str,
-    option(
-        f"NAMExRANKS, such as h100x256 ({', '.join(PRESETS)}), or a .toml file that 'calibrate' wrote.",
-        "CLUSTER",
-        panel=PROBLEM,
-    ),
+    str, option(f"NAMExRANKS ({', '.join(PRESETS)}), or a .toml file of 'calibrate'.", "CLUSTER", panel=PROBLEM)
 ]
 Layers = Annotated[int, whole_number("Serving: layers of the model, which times and cache are multiplied by.", PROBLEM)]
 BothPasses = Annotated[bool, flag("--backward", "Forward and backward together.", PLAN)]
 AsJson = Annotated[bool, flag("--json", "Print one JSON object and nothing else.", OUTPUT)]
 TraceFile = Annotated[Path | None, file("Write a timeline of the ranks for ui.perfetto.dev (JSON).", "trace.json")]
+ChartFile = Annotated[Path | None, option("Draw a chart: .png, .svg or .pdf.", "FILE", chart_file, OUTPUT)]
 
 
 # The problem
@@ -188,20 +185,11 @@ class ProblemOptions:
     documents: Annotated[
         Mask | None,
         option(
-            "Packed documents as running totals (cu_seqlens), such as 0,48k,128k.",
-            "0,…,SEQ",
-            _parse_documents,
-            PROBLEM,
+            "Packed documents as running totals (cu_seqlens), such as 0,48k,128k.", "0,…,SEQ", _parse_documents, PROBLEM
         ),
     ] = None
     new: Annotated[
-        int | None,
-        tokens(
-            "Serving: new tokens of a prompt or a turn, instead of --seq. Both names are the same option.",
-            PROBLEM,
-            "--new",
-            "--prefill",
-        ),
+        int | None, tokens("Serving: new tokens of a prompt or a turn, not --seq.", PROBLEM, "--new", "--prefill")
     ] = None
     cached: Annotated[
         int | None, tokens("Serving: tokens before the new ones whose keys and values are cached; 0.", PROBLEM)
@@ -283,13 +271,15 @@ class DecodeOptions(ProblemOptions):
     """A problem, or one decoded step."""
 
     decode: Annotated[
-        bool,
-        flag(
-            "--decode",
-            "Serving: one decoded step; --batch sequences of --cached tokens, with --new tokens each (1 if left out).",
-            PROBLEM,
-        ),
+        bool, flag("--decode", "Serving: one step of --batch sequences, each --new (1) tokens on --cached.", PROBLEM)
     ] = False
+    queries: Annotated[
+        Queries | None, one_of("With --decode: the same tokens on every rank, or some sequences.", QUERIES, PROBLEM)
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.queries is not None and not self.decode:
+            raise UsageError("--queries needs --decode")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,13 +305,7 @@ class ChoiceOptions(ProblemOptions):
     method: Annotated[str, option(f"Planner: {', '.join(METHODS)}.", "NAME", panel=PLAN)] = "mesh"
     tile: Annotated[
         Tile | None,
-        option(
-            "Query shards x KV shards that a rank computes; auto moves the fewest bytes.",
-            "AxB|auto",
-            _parse_tile,
-            PLAN,
-            show_default="auto",
-        ),
+        option("Query x KV shards of a rank; auto: fewest bytes.", "AxB|auto", _parse_tile, PLAN, show_default="auto"),
     ] = None
     ulysses_degree: Annotated[int | None, whole_number("Ranks that trade heads for tokens; 1 if left out.", PLAN)] = (
         None

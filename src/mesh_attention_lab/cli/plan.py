@@ -24,19 +24,8 @@ from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.units import BYTES, count, format_nbytes
 from mesh_attention.verification.rules import RULES, check, format_breaches
 from mesh_attention_lab.cli import options as opt
+from mesh_attention_lab.cli import terminal as term
 from mesh_attention_lab.cli.files import problem_to_json, read_plan
-from mesh_attention_lab.cli.terminal import (
-    Column,
-    choice_words,
-    mask_words,
-    plain_console,
-    print_first,
-    print_table,
-    progress,
-    size_words,
-    tile_reason,
-    times,
-)
 from mesh_attention_lab.comparison import Comparison, Row, compare, grouped
 
 WHOLE_PROGRAM = 40
@@ -55,6 +44,7 @@ class PlanOptions(opt.ChoiceOptions):
         bool, opt.flag("--backward", "Plan the backward pass instead of the forward one.", opt.PLAN)
     ] = False
     rank: Annotated[int, opt.whole_number("The rank whose steps are shown.", opt.OUTPUT, least=0)] = 0
+    all_steps: Annotated[bool, opt.flag("--all-steps", "Show all its steps, however many.", opt.OUTPUT)] = False
     save: Annotated[Path | None, opt.file("Write every rank's steps to a plan file, as text.", "plan.txt")] = None
     json: opt.AsJson = False
 
@@ -62,7 +52,7 @@ class PlanOptions(opt.ChoiceOptions):
 def plan_command(options: PlanOptions) -> None:
     """Make a plan, show it, and compare it with the plans of the other methods."""
     problem = options.problem(options.ranks)
-    with progress("planners") as report:
+    with term.progress("planners") as report:
         direction = options.passes(both=options.backward)[-1]
         choice = grouped(options.choice, problem, direction)
         plan = make_plan(problem, choice, direction=direction)
@@ -74,11 +64,11 @@ def plan_command(options: PlanOptions) -> None:
         answer = {"plan": str(plan), "digest": plan.digest, "problem": problem_to_json(problem), "program": program}
         typer.echo(json.dumps(answer | {"comparison": asdict(comparison)}))
         return
-    console = plain_console()
+    console = term.plain_console()
     this = next(row for row in comparison.rows if row.is_this_plan)
-    print_first(
+    term.print_first(
         console,
-        write=f'MeshAttention(group, choice="{choice_words(choice)}")',
+        write=f'MeshAttention(group, choice="{term.choice_words(choice)}")',
         time="depends on the cluster: see mesh-attention simulate, or tune",
         moves=f"{format_nbytes(this.received_nbytes)} to a rank{_of_ring(this)}",
         memory=f"{format_nbytes(this.peak_nbytes)} per rank, for the buffers of a call",
@@ -87,19 +77,21 @@ def plan_command(options: PlanOptions) -> None:
     console.print()
     console.print(draw_matrix(plan, width=console.width))
     console.print(f"\nsteps of rank {options.rank}", style="bold")
-    print_table(console, _step_columns(steps))
+    term.print_table(console, _step_columns(steps, all_steps=options.all_steps))
     console.print("\ncompared with the other methods", style="bold")
     bold = [row.is_this_plan for row in comparison.rows]
-    print_table(console, _comparison_columns(comparison), bold=bold)
+    term.print_table(console, _comparison_columns(comparison), bold=bold)
     console.print(_comparison_caption(comparison, ranks=options.ranks), style="dim")
     if this.against_ring is not None and this.against_ring < 1:
-        console.print(f"Fewer bytes than ring: {tile_reason(plan.assignment)}")
+        console.print(f"Fewer bytes than ring: {term.tile_reason(plan.assignment)}")
     if saved:
         console.print(f"\n{saved}")
 
 
 def _of_ring(row: Row) -> str:
-    return "" if row.against_ring is None or row.method == "ring" else f", {times(row.against_ring)} of ring's bytes"
+    return (
+        "" if row.against_ring is None or row.method == "ring" else f", {term.times(row.against_ring)} of ring's bytes"
+    )
 
 
 def _save(plan: Plan, path: Path) -> str:
@@ -118,7 +110,7 @@ def _headline(plan: Plan) -> str:
     problem = plan.problem
     return (
         f"{plan.method} {plan.assignment} {plan.direction} over {count(problem.ranks, 'rank')}, "
-        f"{mask_words(problem)}, {plan.layout.name}; {size_words(problem)}; digest {plan.digest[:12]}"
+        f"{term.mask_words(problem)}, {plan.layout.name}; {term.size_words(problem)}; digest {plan.digest[:12]}"
     )
 
 
@@ -201,43 +193,43 @@ def _step_rows(plan: Plan, rank: int) -> list[StepRow]:
     return rows
 
 
-def _step_columns(steps: Sequence[StepRow]) -> list[Column]:
+def _step_columns(steps: Sequence[StepRow], *, all_steps: bool) -> list[term.Column]:
     rows = [
         (
             str(row.index),
-            shorten(row.step, LONGEST_STEP, placeholder=" … (--save writes the rest)"),
+            row.step if all_steps else shorten(row.step, LONGEST_STEP, placeholder=" … (--all-steps shows the rest)"),
             format_nbytes(row.moved_nbytes) if row.moved_nbytes else "",
             format_nbytes(row.held_nbytes),
         )
         for row in steps
     ]
-    if len(rows) > WHOLE_PROGRAM:
-        left_out = ("…", f"{len(rows) - FIRST_STEPS - LAST_STEPS:,} steps left out; --save writes them", "", "")
+    if not all_steps and len(rows) > WHOLE_PROGRAM:
+        left_out = ("…", f"{len(rows) - FIRST_STEPS - LAST_STEPS:,} steps left out; --all-steps shows them", "", "")
         rows[FIRST_STEPS:-LAST_STEPS] = [left_out]
     numbers, texts, moved, held = zip(*rows or [("", "nothing to do", "", "")], strict=True)
     return [
-        Column(header="", cells=numbers),
-        Column(header="step", cells=texts, is_text=True, least_width=LEAST_STEP),
-        Column(header="moved", cells=moved),
-        Column(header="held", cells=held),
+        term.Column(header="", cells=numbers),
+        term.Column(header="step", cells=texts, is_text=True, least_width=LEAST_STEP),
+        term.Column(header="moved", cells=moved),
+        term.Column(header="held", cells=held),
     ]
 
 
 # Comparison
 
 
-def _comparison_columns(comparison: Comparison) -> list[Column]:
+def _comparison_columns(comparison: Comparison) -> list[term.Column]:
     rows = comparison.rows
     names = [f"{'>' if row.is_this_plan else ' '} {row.method}" for row in rows]
     return [
-        Column(header="method", cells=names, is_text=True),
-        Column(header="tile", cells=[_tile(row) for row in rows], is_text=True),
-        Column.of_amounts("received", [row.received_nbytes for row in rows], BYTES),
-        Column(header="×\nring", cells=[times(row.against_ring) for row in rows]),
-        Column(header="×\nbound", cells=[times(row.against_bound) for row in rows]),
-        Column(header="imbalance", cells=[f"{row.imbalance:.1%}" for row in rows]),
-        Column.of_amounts("peak", [row.peak_nbytes for row in rows], BYTES),
-        Column(header="kernel\ncalls", cells=[f"{row.kernel_calls:,}" for row in rows]),
+        term.Column(header="method", cells=names, is_text=True),
+        term.Column(header="tile", cells=[_tile(row) for row in rows], is_text=True),
+        term.Column.of_amounts("received", [row.received_nbytes for row in rows], BYTES),
+        term.Column(header="×\nring", cells=[term.times(row.against_ring) for row in rows]),
+        term.Column(header="×\nbound", cells=[term.times(row.against_bound) for row in rows]),
+        term.Column(header="imbalance", cells=[f"{row.imbalance:.1%}" for row in rows]),
+        term.Column.of_amounts("peak", [row.peak_nbytes for row in rows], BYTES),
+        term.Column(header="kernel\ncalls", cells=[f"{row.kernel_calls:,}" for row in rows]),
     ]
 
 
@@ -272,7 +264,7 @@ def verify_command(options: VerifyOptions) -> None:
 
     Exit code 0: the plan is right. 1: it breaks a rule. 2: the file is not a plan.
     """
-    with progress(f"reading {options.file.name}") as report:
+    with term.progress(f"reading {options.file.name}") as report:
         plan = read_plan(options.file)
         unrolled = plan.unrolled()
         breaches = check(unrolled, on_progress=report)

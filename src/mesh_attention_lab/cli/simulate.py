@@ -19,19 +19,8 @@ from mesh_attention.topology import Device, Topology
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.units import Progress, format_nbytes, format_time
 from mesh_attention_lab.cli import options as opt
+from mesh_attention_lab.cli import terminal as term
 from mesh_attention_lab.cli.files import problem_to_json
-from mesh_attention_lab.cli.terminal import (
-    cache_words,
-    cluster_words,
-    layers_words,
-    plain_console,
-    print_fact,
-    print_first,
-    print_trials,
-    problem_words,
-    progress,
-    time_words,
-)
 from mesh_attention_lab.comparison import PlanTrial, sampled_ranks, usual_ring_plan
 from mesh_attention_lab.drawing.trace import write_trace
 
@@ -50,7 +39,7 @@ def simulate_command(options: SimulateOptions) -> None:
     Exit code 0: done. 1: the plan file breaks a rule. 2: invalid input.
     """
     topology = options.topology
-    with progress("planners") as report:
+    with term.progress("planners") as report:
         plans = options.plans(report, both=options.backward)
         first = next(iter(plans.values()))
         opt.check_layers(options.layers, is_served=first.layout == TypicalTurn())
@@ -108,23 +97,23 @@ def _as_json(forecasts: Sequence[PlanTrial], topology: Topology) -> dict[str, An
 
 
 def _print(forecasts: Sequence[PlanTrial], topology: Topology, *, layers: int) -> None:
-    console, this = plain_console(), forecasts[0]
+    console, this = term.plain_console(), forecasts[0]
     plan, bounds = next(iter(this.plans.values())), _bounds(this.plans, topology.device)
     is_turn = plan.layout == TypicalTurn()
     times_s = {direction: timeline.time_s for direction, timeline in this.timelines.items()}
-    print_first(
+    term.print_first(
         console,
-        time=time_words(times_s, bounds[0], layers_words(this.time_s, layers) if is_turn else ""),
+        time=term.time_words(times_s, bounds[0], term.layers_words(this.time_s, layers) if is_turn else ""),
         memory=f"{format_nbytes(this.peak_nbytes)} per rank, for the buffers of a call",
     )
     name = joined(this.timelines.values()).name
-    console.print(f"{name}; {problem_words(plan.problem, plan.layout.name)}", style="bold")
-    console.print(f"on {cluster_words(topology)}")
+    console.print(f"{name}; {term.problem_words(plan.problem, plan.layout.name)}", style="bold")
+    console.print(f"on {term.cluster_words(topology)}")
     console.print()
     if is_turn:
-        print_fact(console, "cache", cache_words(plan.problem, layers))
+        term.print_fact(console, "cache", term.cache_words(plan.problem, layers))
         console.print()
-    print_trials(console, forecasts, topology)
+    term.print_trials(console, forecasts, topology)
     console.print(_caption(forecasts, topology, *bounds), style="dim")
 
 

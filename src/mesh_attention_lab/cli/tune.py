@@ -5,52 +5,36 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 
+from mesh_attention.errors import UsageError
 from mesh_attention.plan.buffer_sizes import cache_nbytes
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice, default_layout
 from mesh_attention.prices import decode_seconds
 from mesh_attention.problem import DIRECTIONS, Direction, Problem
+from mesh_attention.simulation.simulate import simulate
+from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import costs_on
 from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, tuning_to_json
 from mesh_attention.tuning.stored import cached_tune
 from mesh_attention.tuning.tune import tune, tuned_plans
-from mesh_attention.units import (
-    count,
-    format_nbytes,
-    format_time,
-)
+from mesh_attention.units import Progress, count, format_nbytes, format_time
 from mesh_attention_lab.cli import options as opt
+from mesh_attention_lab.cli import terminal as term
 from mesh_attention_lab.cli.files import problem_to_json
-from mesh_attention_lab.cli.terminal import (
-    cache_words,
-    choice_words,
-    cluster_words,
-    head_words,
-    layers_words,
-    new_words,
-    percent,
-    plain_console,
-    print_fact,
-    print_first,
-    print_trials,
-    problem_words,
-    progress,
-    time_words,
-    travel_words,
-)
-from mesh_attention_lab.comparison import (
-    WAYS,
-    PlanTrial,
-    choice_without_costs,
-    decode_trials,
-)
+from mesh_attention_lab.comparison import WAYS, PlanTrial, choice_without_costs, decode_trials, sampled_ranks
+from mesh_attention_lab.drawing.charts import ChartAxis, save_chart, time_chart
+from mesh_attention_lab.drawing.trace import write_trace
+from mesh_attention_lab.sweep import TuneAt, sweep_sizes, sweep_tiles
+
+AXES: tuple[ChartAxis, ...] = get_args(ChartAxis)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +43,23 @@ class TuneOptions(opt.DecodeOptions, opt.ClusterOptions):
     memory: Annotated[
         int | None,
         opt.option(
-            "Memory that a call may allocate per rank, such as 20GiB; the device's if left out.",
-            "SIZE",
-            opt.parse_nbytes,
-            opt.PLAN,
+            "Memory of a call per rank, as 20GiB; the device's if left out.", "SIZE", opt.parse_nbytes, opt.PLAN
         ),
     ] = None
+    chart: opt.ChartFile = None
+    against: Annotated[ChartAxis | None, opt.one_of("The x axis of --chart.", AXES, opt.OUTPUT)] = None
+    trace: opt.TraceFile = None
     no_cache: Annotated[bool, opt.flag("--no-cache", "Neither read nor keep tunings on disk.", opt.OUTPUT)] = False
     layers: opt.Layers = 1
     json: opt.AsJson = False
+
+    def check(self) -> None:
+        """Raise for options that contradict each other."""
+        opt.check_layers(self.layers, is_served=self.is_turn)
+        if (self.chart is None) != (self.against is None):
+            raise UsageError(f"--chart FILE and --against {'|'.join(AXES)} need each other; give both or none")
+        if self.against == "seq":
+            self.refuse_with("--against seq", "new", "documents")
 
 
 def tune_command(options: TuneOptions) -> None:
@@ -81,14 +73,17 @@ def tune_command(options: TuneOptions) -> None:
         return
     problem, directions = options.problem(topology.ranks), options.passes(both=options.backward)
     layout = options.planned_layout
-    opt.check_layers(options.layers, is_served=options.is_turn)
+    options.check()
     opt.refuse_uneven(problem, layout or default_layout(problem), topology)
-    with progress("tuning") as report:
+
+    def tune_at(problem: Problem, topology: Topology, report: Progress) -> tuple[Tuning, bool]:
         settings: dict[str, Any] = {"directions": directions, "memory_limit": options.memory, "on_progress": report}
         if options.no_cache:
-            tuning, is_from_cache = tune(problem, topology, layout=layout, **settings), False
-        else:
-            tuning, is_from_cache = cached_tune(problem, topology, layout=layout, **settings)
+            return tune(problem, topology, layout=layout, **settings), False
+        return cached_tune(problem, topology, layout=layout, **settings)
+
+    with term.progress("tuning") as report:
+        tuning, is_from_cache = tune_at(problem, topology, report)
         report("checking what to write", 1.0)
         answer = TuneAnswer(
             problem=problem,
@@ -101,17 +96,29 @@ def tune_command(options: TuneOptions) -> None:
             plain=choice_without_costs(problem, topology, tuning.chosen),
             layers=options.layers if options.is_turn else None,
         )
+        if options.trace is not None:
+            spans_of = sampled_ranks(topology.ranks)
+            passes = [simulate(p, topology, spans_of=spans_of, on_progress=report) for p in answer.plans.values()]
+            write_trace(options.trace, joined(passes))
+        chart = _draw(answer, tune_at, options.against, options.chart, report)
     if options.json:
-        typer.echo(json.dumps(_as_json(answer)))
-    else:
-        print_tuning(answer)
+        typer.echo(json.dumps(_as_json(answer) | {"trace": options.trace and str(options.trace), "chart": chart}))
+        return
+    print_tuning(answer)
+    for path in filter(None, (options.trace, options.chart)):
+        typer.echo(f"\nwrote {path}")
+    if chart is not None and chart["left_out"]:
+        typer.echo(f"not in the chart, because no plan fits into the memory: {', '.join(chart['left_out'])}")
 
 
 def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
     """A decoded step has a fixed program, so only how queries are held and partial results combined is chosen."""
-    options.refuse_with("--decode", "backward", "layout", "memory")
+    options.refuse_with("--decode", "backward", "layout", "memory", "chart", "against")
     problem, layers = options.decoded(topology.ranks), options.layers
-    trials = decode_trials(problem, topology)
+    spans_of = sampled_ranks(topology.ranks) if options.trace else ()
+    trials = decode_trials(problem, topology, queries=options.queries, spans_of=spans_of)
+    if options.trace is not None:
+        write_trace(options.trace, trials[0].timelines["forward"])
     if options.json:
         answer = {
             "problem": problem_to_json(problem),
@@ -119,10 +126,13 @@ def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
             "layers": layers,
             "cache_nbytes": cache_nbytes(problem, layers=layers),
             "trials": [trial.to_json() | {"plan": str(trial.plans["forward"])} for trial in trials],
+            "trace": options.trace and str(options.trace),
         }
         typer.echo(json.dumps(answer))
-    else:
-        _print_decoding(problem, topology, trials, layers)
+        return
+    _print_decoding(problem, topology, trials, layers)
+    if options.trace is not None:
+        typer.echo(f"\nwrote {options.trace}")
 
 
 DECODE_CAPTION = (
@@ -133,21 +143,42 @@ DECODE_CAPTION = (
 
 
 def _print_decoding(problem: Problem, topology: Topology, trials: Sequence[PlanTrial], layers: int) -> None:
-    console, chosen = plain_console(), trials[0]
+    console, chosen = term.plain_console(), trials[0]
     queries, combine = WAYS[chosen.family]
-    print_first(
+    term.print_first(
         console,
         write=f'cache.decode({{chat: {problem.seq_q}}}, queries="{queries}", combine="{combine}")',
-        time=f"{layers_words(chosen.time_s, layers)}, a {'token' if problem.seq_q == 1 else 'step'}",
-        memory=f"cache of {cache_words(problem, layers)}",
+        time=f"{term.layers_words(chosen.time_s, layers)}, a {'token' if problem.seq_q == 1 else 'step'}",
+        memory=f"cache of {term.cache_words(problem, layers)}",
     )
-    console.print(f"decode; {new_words(problem)}, {head_words(problem)}", style="bold")
-    console.print(f"on {cluster_words(topology)}")
+    console.print(f"decode; {term.new_words(problem)}, {term.head_words(problem)}", style="bold")
+    console.print(f"on {term.cluster_words(topology)}")
     console.print()
-    print_fact(console, "attend", f"{format_time(decode_seconds(topology.device, problem))} to read keys and values")
+    attend = format_time(decode_seconds(topology.device, problem))
+    term.print_fact(console, "attend", f"{attend} to read keys and values")
     console.print()
-    print_trials(console, trials, topology)
+    term.print_trials(console, trials, topology)
     console.print(DECODE_CAPTION, style="dim")
+
+
+def _draw(
+    answer: TuneAnswer, tune_at: TuneAt, axis: ChartAxis | None, path: Path | None, report: Progress
+) -> dict[str, Any] | None:
+    """Draw the chart; returns what it shows."""
+    if axis is None or path is None:
+        return None
+    problem, topology, chosen = answer.problem, answer.topology, answer.tuning.chosen
+    if axis == "tile":
+        points, left_out = sweep_tiles(problem, topology, chosen=chosen, limit=answer.memory_limit, report=report)
+    else:
+        points, left_out = sweep_sizes(axis, problem, topology, chosen=chosen, tune_at=tune_at, report=report)
+    report(f"drawing {path.name}", 1.0)
+    tokens, ranks = ("up to " if axis == varied else "" for varied in ("seq", "ranks"))
+    title = f"{tokens}{term.problem_words(problem, answer.layout)}, {' and '.join(answer.plans)}"
+    title += f", on {ranks}{count(topology.ranks, 'rank')} of {topology.name}"
+    save_chart(time_chart(points, x=axis, title=title), path)
+    drawn = [asdict(point) for point in points]
+    return {"path": str(path), "x": axis, "title": title, "points": drawn, "left_out": left_out}
 
 
 def _as_json(answer: TuneAnswer) -> dict[str, Any]:
@@ -197,33 +228,33 @@ class TuneAnswer:
 
 
 def print_tuning(answer: TuneAnswer) -> None:
-    console, tuning, chosen = plain_console(), answer.tuning, answer.tuning.chosen
-    print_first(
+    console, tuning, chosen = term.plain_console(), answer.tuning, answer.tuning.chosen
+    term.print_first(
         console,
         write=short_code(answer),
-        time=time_words(
+        time=term.time_words(
             {direction: forecast.time_s for direction, forecast in chosen.forecasts.items()},
             tuning.bound_s,
-            "" if answer.layers is None else layers_words(chosen.time_s, answer.layers),
+            "" if answer.layers is None else term.layers_words(chosen.time_s, answer.layers),
         ),
         memory=f"{format_nbytes(chosen.peak_nbytes)} per rank, for the buffers of a call",
     )
     if answer.plain is None and answer.layers is None:
         exact = "a call searches quickly, and may choose another; code for exactly this is below"
-        print_fact(console, "choice", f"{_choices_words(chosen)}: {exact}")
+        term.print_fact(console, "choice", f"{_choices_words(chosen)}: {exact}")
     _print_equals(console, tuning)
     limit = "" if answer.memory_limit is None else f", within {format_nbytes(answer.memory_limit)} per rank"
-    words = f"{problem_words(answer.problem, answer.layout)}{limit}"
+    words = f"{term.problem_words(answer.problem, answer.layout)}{limit}"
     console.print(f"{' and '.join(answer.plans)}; {words}", style="bold")
-    console.print(f"on {cluster_words(answer.topology)}")
+    console.print(f"on {term.cluster_words(answer.topology)}")
     console.print()
     if answer.layers is not None:
         choice = chosen.choices["forward"]
-        print_fact(console, "cache", cache_words(answer.problem, answer.layers))
-        print_fact(console, "tile", choice_words(choice))
-        print_fact(console, "why", travel_words(answer.problem, choice))
+        term.print_fact(console, "cache", term.cache_words(answer.problem, answer.layers))
+        term.print_fact(console, "tile", term.choice_words(choice))
+        term.print_fact(console, "why", term.travel_words(answer.problem, choice))
         console.print()
-    print_trials(console, tuning.trials, answer.topology)
+    term.print_trials(console, tuning.trials, answer.topology)
     console.print(_caption(answer), style="dim")
     if tuning.left_out:
         console.print("\nleft out", style="bold")
@@ -240,7 +271,7 @@ def print_tuning(answer: TuneAnswer) -> None:
 
 
 def _choices_words(trial: Trial) -> str:
-    return ", backward ".join(dict.fromkeys(map(choice_words, trial.choices.values())))
+    return ", backward ".join(dict.fromkeys(map(term.choice_words, trial.choices.values())))
 
 
 def _print_equals(console: Console, tuning: Tuning) -> None:
@@ -249,11 +280,12 @@ def _print_equals(console: Console, tuning: Tuning) -> None:
     equal = [trial.family for trial in tuning.equals if trial is not chosen]
     if not equal:
         return
-    print_fact(console, "equal", f"within {percent(FORECAST_ERROR)}, the error of forecasts: {', '.join(equal)}")
-    longer = percent(abs(simplest.time_s / chosen.time_s - 1), digits=1)
+    within = f"within {term.percent(FORECAST_ERROR)}, the error of forecasts"
+    term.print_fact(console, "equal", f"{within}: {', '.join(equal)}")
+    longer = term.percent(abs(simplest.time_s / chosen.time_s - 1), digits=1)
     slower = "longer" if simplest.time_s > chosen.time_s else "shorter"
     other = f"{_choices_words(simplest)}; {longer} {slower} than the first line"
-    print_fact(console, "simplest", "of them all, the first line" if simplest is chosen else other)
+    term.print_fact(console, "simplest", "of them all, the first line" if simplest is chosen else other)
     console.print()
 
 
@@ -279,9 +311,8 @@ DEFAULT_LAYOUT = "zigzag"
 
 def short_code(answer: TuneAnswer) -> str:
     """A call that is as fast as the choice, if stating a choice alone is; or one that lets the tuner choose."""
-    return (
-        cluster_code(answer) if answer.plain is None else f'MeshAttention(group, choice="{choice_words(answer.plain)}")'
-    )
+    plain = answer.plain
+    return cluster_code(answer) if plain is None else f'MeshAttention(group, choice="{term.choice_words(plain)}")'
 
 
 def cluster_code(answer: TuneAnswer) -> str:

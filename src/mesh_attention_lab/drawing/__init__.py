@@ -1,1 +1,1 @@
-"""Traces for Perfetto and the explorer page. Values come in, files go out; nothing is simulated here."""
+"""Traces for Perfetto, charts and the explorer page. Values come in, files go out; nothing is simulated here."""

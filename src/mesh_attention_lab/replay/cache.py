@@ -121,12 +121,7 @@ class StepActor(Actor):
     def run(self, comm: Comm) -> Mapping[str, Fields]:
         for layer in self.cache.layers:
             executor = Executor(
-                compiled=self.compiled,
-                comm=comm,
-                inputs=self.inputs,
-                device=self.device,
-                cache=layer,
-                pool=self.pool,
+                compiled=self.compiled, comm=comm, inputs=self.inputs, device=self.device, cache=layer, pool=self.pool
             )
             drive(executor.run())
         return {}

@@ -82,9 +82,7 @@ def replay(
         for direction, times in kernel_times.items()
     }
     return Replayed(
-        rank=rank,
-        passes=tuple(take.row(alone[take.direction].tflops) for take in takes),
-        kernel=tuple(alone.values()),
+        rank=rank, passes=tuple(take.row(alone[take.direction].tflops) for take in takes), kernel=tuple(alone.values())
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import Layout
+from mesh_attention.planners.decoded_step import Queries
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Trial
@@ -58,9 +59,9 @@ def tuned_parts(
     return parts
 
 
-def decoded_parts(problem: Problem) -> list[Part]:
+def decoded_parts(problem: Problem, *, queries: Queries | None = None) -> list[Part]:
     """One part for each way to plan a decoded step."""
-    plans = decode_plans(problem)
+    plans = decode_plans(problem, queries=queries)
     return [Part(name=name, choices={"forward": ""}, plans={"forward": plan}) for name, plan in plans.items()]
 
 
@@ -176,10 +177,6 @@ def _both(passes: Sequence[ReplayRow]) -> ReplayRow:
     return replace(largest, plan="", what="both", times_s=times_s, **totals)
 
 
-def row_as_json(row: ReplayRow) -> dict[str, Any]:
+def facts(timed: Timed) -> dict[str, Any]:
     figures = ("time_s", "exposed_s", "share", "times_ring", "tflops", "spread", "forecast_error", "memory_error")
-    return asdict(row) | {name: getattr(row, name) for name in figures}
-
-
-def kernel_as_json(timed: KernelPass) -> dict[str, Any]:
-    return asdict(timed) | {"time_s": timed.time_s, "tflops": timed.tflops}
+    return asdict(timed) | {name: getattr(timed, name) for name in figures if hasattr(timed, name)}
