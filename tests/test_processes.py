@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -181,8 +183,10 @@ def test_when_a_rank_dies_the_others_name_the_step_and_the_rank() -> None:
     assert errors[2][0] == "ProcessDied"
     name, message = errors[0]
     assert name == "TransportError"
-    assert "rank 0, step" in message
-    assert "from rank 2" in message
+    assert message.startswith(
+        "rank 2 does not answer: its process has ended or stopped. Rank 0 waits in forward pass 1, "
+    )
+    assert "step 0 'recv kv2 from 2'" in message
     assert message.endswith("; read the logs of the other ranks, and start the job again")
     assert "pair.cc" not in message  # the place in Gloo's sources
 
@@ -223,6 +227,10 @@ def size_and_variable(group: Any, name: str) -> tuple[int, str | None]:
 # What a destroyed group leaves behind
 
 
+def _watchdogs() -> int:
+    return sum(thread.name == "mesh-attention watchdog" for thread in threading.enumerate())
+
+
 def held_resources(group: Any, rounds: int) -> list[tuple[int, int]]:
     """Descriptors and threads of this process after each round of: create a group, use it in every way, destroy it."""
     counts: list[tuple[int, int]] = []
@@ -230,6 +238,7 @@ def held_resources(group: Any, rounds: int) -> list[tuple[int, int]]:
         new = dist.new_group([0, 1])  # all processes take part in this
         if dist.get_rank() > 1:
             continue
+        before = _watchdogs()
         x = torch.randn(1, 2, 6, 4, requires_grad=True)
         held = MeshAttention(new, tensor_format="bhsd")
         held(x, x, x).sum().backward()
@@ -240,6 +249,9 @@ def held_resources(group: Any, rounds: int) -> list[tuple[int, int]]:
         dist.destroy_process_group(new)
         del new, mesh
         gc.collect()
+        end = time.monotonic() + 30.0
+        while _watchdogs() > before and time.monotonic() < end:
+            time.sleep(0.05)  # that of a destroyed group ends a moment later
         counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
         with pytest.raises(TransportError, match="the process group was destroyed; create a new one"):
             held(x[:1], x[:1], x[:1])
@@ -249,4 +261,4 @@ def held_resources(group: Any, rounds: int) -> list[tuple[int, int]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the entries of /proc/self")
 def test_a_destroyed_group_leaves_no_descriptors_and_threads(pool: RankPool) -> None:
     for counts in pool.run(8, held_resources, 5)[:2]:
-        assert len(set(counts[1:])) == 1, counts
+        assert all(last <= second for last, second in zip(counts[-1], counts[1], strict=True)), counts

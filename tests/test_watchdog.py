@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 from mesh_attention.comm.torch_dist import reason_of
 from mesh_attention.errors import TransportError
 from mesh_attention.session import watchdog
+from mesh_attention.session.agreement import Statement
 from mesh_attention.session.pass_ids import CheckedComm
 from mesh_attention.session.pass_reports import DIFFERENT_CALLS, Report, judge
 from mesh_attention.session.poison import Poison
@@ -133,10 +134,14 @@ class Ranks:
             rank=rank,
             size=RANKS,
             store=self.store,
+            kind="Gloo",
+            settle_s=SOON_S,
+            meeting=lambda: None,
+            latest_call=lambda: (Statement(), ""),
             patience_s=lambda: self.patience_s,
             passes_over=lambda: self.over[rank],
             counts=lambda: (self.sharings[rank], self.begun[rank]),
-            poison=lambda: self.done[rank].append("poison"),
+            poison=lambda reason: self.done[rank].append("poison"),
             abort=abort,
             has_failed=lambda: self.have_failed[rank],
             failure=lambda: self.failures[rank],
@@ -179,7 +184,7 @@ def wait_until(happens: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
-    for name, seconds in {"TICK_S": 0.05, "STALL_S": 0.2, "SILENT_S": SOON_S, "SETTLE_S": SOON_S}.items():
+    for name, seconds in {"TICK_S": 0.05, "STALL_S": 0.2, "SILENT_S": SOON_S}.items():
         monkeypatch.setattr(watchdog, name, seconds)
     made: list[Ranks] = []
 

@@ -5,14 +5,15 @@
     python tests/campaign/faults.py --write docs/faults.md       # and write the page
 
 One cell is one run: rank 1 has the fault at the moment, the others do nothing wrong. Every rank that is alive must
-raise an error of this library within `SLACK_S` of the fault or of the group's timeout, and no rank may return a number,
-except where nothing is wrong (late, other spelling): there every rank must be right. Afterwards all ranks that are
-alive make one more call. All of them are right, or all of them raise.
+raise an error of this library within `LIMIT_S` of the fault, long before the group's timeout, and no rank may return a
+number, except where nothing is wrong (late, lock held, other spelling): there every rank must be right. Afterwards all
+ranks that are alive make one more call. All of them are right, or all of them raise.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import sys
@@ -21,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,33 +46,32 @@ from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution.call import Calls
 
 RANKS = 4
-TIMEOUT_S, SLACK_S, LATE_S = 5.0, 5.0, 1.5
+LIMIT_S, LATE_S = 5.0, {"late": 4.0, "late by a minute": 60.0}
+HELD_S = 10
+"""For so long a rank holds Python's global lock, so that none of its threads answers."""
 START_S = 60.0
 """Seconds that processes may take to start and to warm up."""
-STARTS = 3
-"""Starts to try: on a busy machine, connecting may take longer than the short timeout of the group."""
+SETTLE_S = 1.0
+"""Seconds after the start in which ranks learn each other's process ids."""
+MOST_S = 90.0
+"""After so long without an answer, a rank counts as silent for ever."""
 SEQ, HEADS, DIM = 48, 2, 8
 FAULTS = (
-    *("die", "stop", "late", "raise", "out of memory"),
+    *("die", "stop", "late", "late by a minute", "lock held", "raise", "out of memory"),
     *("other call", "other dtype", "other spelling", "other version", "wrong argument"),
 )
-HARMLESS = ("late", "other spelling")
+HARMLESS = (*LATE_S, "lock held", "other spelling")
 
 
 class Setting(NamedTuple):
-    """How a cell is run: which rank has the fault, the timeout of the group, and who keeps its store.
+    """How a cell is run: which rank has the fault, and who keeps the store of the group.
 
     A launcher such as torchrun keeps it, or rank 0 if there is none.
     """
 
     victim: int = 1
-    timeout_s: float = TIMEOUT_S
     store_on_rank_0: bool = False
     method: str = "ring"
-
-    @property
-    def limit_s(self) -> float:
-        return self.timeout_s + SLACK_S
 
 
 class MadeToFailError(Exception):
@@ -103,8 +102,10 @@ class Rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            case "late":
-                time.sleep(min(LATE_S, 0.6 * self.setting.timeout_s))
+            case "late" | "late by a minute":
+                time.sleep(LATE_S[self.fault])
+            case "lock held":
+                ctypes.PyDLL(None).sleep(HELD_S)
             case "raise":
                 raise MadeToFailError("made to fail")
             case "out of memory":
@@ -292,8 +293,10 @@ MOMENTS: dict[str, Callable[[Rank], Attack]] = {
 IMPOSSIBLE = {
     *(("other version", moment) for moment in ("in forward", "in backward", "between calls", "in a checkpoint")),
     *(("wrong argument", moment) for moment in ("in backward", "in a checkpoint")),
+    *((error, moment) for error in ("raise", "out of memory") for moment in ("before the first call", "between calls")),
 }
-"""A library does not change its version in mid-run, and the first call compares it. Backward has no arguments."""
+"""A library does not change its version in mid-run, and the first call compares it. Backward has no arguments. A rank
+that raises outside of this library, and goes on, is late."""
 
 
 def cells() -> list[tuple[str, str]]:
@@ -304,11 +307,11 @@ def work(connection: Connection, number: int, port: int, fault: str, moment: str
     torch.set_num_threads(1)
     is_keeper = setting.store_on_rank_0 and number == 0
     store = TCPStore("localhost", port, is_master=is_keeper, wait_for_workers=False)
-    timeout = timedelta(seconds=setting.timeout_s)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=RANKS, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=RANKS)
     rank = Rank(number, fault, setting)
     attack = MOMENTS[moment](rank)
     dist.barrier()
+    time.sleep(SETTLE_S)
     connection.send("ready")
     if rank.is_victim and fault == "other version":
         mesh_attention.__version__ = "0.0.0"
@@ -363,7 +366,7 @@ class Cell:
             if why := self._breach(rank, outcome):
                 found.append(f"rank {rank}: {why}: {outcome.said} ({outcome.seconds:.1f} s)")
         alive = [outcome for outcome in self.afterwards if outcome != DEAD]
-        late = any(outcome.seconds > self.setting.limit_s for outcome in alive)
+        late = any(outcome.seconds > LIMIT_S for outcome in alive)
         if late or not (
             all(outcome.said == "right" for outcome in alive) or all(one.is_library_error for one in alive)
         ):
@@ -381,7 +384,7 @@ class Cell:
         if not outcome.is_library_error:
             return "expected an error of this library"
         # A stopped rank raises some time after it goes on.
-        limit = self.setting.limit_s * (2 if is_victim and self.fault == "stop" else 1)
+        limit = LIMIT_S * (2 if is_victim and self.fault == "stop" else 1)
         return f"expected it within {limit:g} s" if outcome.seconds > limit else None
 
     @property
@@ -396,12 +399,11 @@ class Cell:
 
 
 def run_cell(fault: str, moment: str, setting: Setting = Setting()) -> Cell:  # noqa: B008  (a value)
-    for _ in range(STARTS):
-        with _started(fault, moment, setting) as workers:
-            if all(_is_ready(connection) for _, connection in workers):
-                ranks = _outcomes(workers, setting)
-                return Cell(fault, moment, ranks, _outcomes(workers, setting), setting)
-    raise RuntimeError(f"{fault}, {moment}: the ranks did not get ready within the group's timeout")
+    with _started(fault, moment, setting) as workers:
+        if not all(_is_ready(connection) for _, connection in workers):
+            raise RuntimeError(f"{fault}, {moment}: the ranks did not get ready")
+        ranks = _outcomes(workers, setting)
+        return Cell(fault, moment, ranks, _outcomes(workers, setting), setting)
 
 
 @contextmanager
@@ -444,7 +446,7 @@ def _outcomes(workers: Sequence[tuple[Any, Connection]], setting: Setting) -> tu
             found[rank] = DEAD
     victim = workers[setting.victim][0].pid
     for _ in range(2):
-        end = time.monotonic() + 2 * setting.limit_s
+        end = time.monotonic() + MOST_S
         while len(found) < len(workers) and time.monotonic() < end:
             for rank, (_, connection) in enumerate(workers):
                 if rank not in found and (answer := _answer(connection)):
@@ -479,7 +481,7 @@ def page(found: Sequence[Cell]) -> str:
     for fault in FAULTS:
         row = [by_place[fault, moment].summary if (fault, moment) in by_place else "—" for moment in MOMENTS]
         lines.append(f"| {fault} | " + " | ".join(row) + " |")
-    return PAGE.format(table="\n".join(lines), timeout=TIMEOUT_S, slack=SLACK_S, ranks=RANKS, late=LATE_S)
+    return PAGE.format(table="\n".join(lines), ranks=RANKS, late=LATE_S["late"], held=HELD_S)
 
 
 def rest_of(path: Path) -> str:
@@ -490,25 +492,28 @@ def rest_of(path: Path) -> str:
 
 PAGE = """# When a rank fails
 
-`make faults` writes this table. Each cell is a run of {ranks} fresh processes over Gloo with a group timeout of
-{timeout:g} s, in which rank 1 has the fault of the row at the moment of the column. The cell shows what the *other*
-ranks raise, and when the last of them did. No rank returns a wrong number, and every later call on the group raises
-too, unless the error is a `DisagreementError` from before anything was sent.
+`make faults` writes this table. Each cell is a run of {ranks} fresh processes over Gloo, with torch's default of 30
+minutes as the group's timeout. Rank 1 has the fault of the row at the moment of the column. The cell shows what the
+*other* ranks raise, and when the last of them did. No rank returns a wrong number, and every later call on the group
+raises too, unless the error is a `DisagreementError` from before anything was sent.
 
 {table}
 
-* **die**: SIGKILL. **stop**: SIGSTOP until all others have raised. **late**: {late:g} s, which is less than the
-  timeout, so all results are right. **raise**, **out of memory**: an error on one rank, which catches it and goes on.
+* **die**: SIGKILL. **stop**: SIGSTOP until all others have raised. **late**: {late:g} s. **lock held**: for {held} s
+  the rank holds Python's global lock, so that none of its threads can say that it is alive. A rank that comes late is
+  waited for, up to the group's timeout, and all results are right. **raise**, **out of memory**: an error on one rank,
+  which catches it and goes on; outside of this library, such a rank is late (—).
 * **other call**, **other dtype**: the rank makes another call than the others. In agreement, it makes a call that it
   has made before while the others make a new one; later, all ranks have made both calls before. **other spelling**: it
   states a default (`softmax_scale`, `seq_len`, a negative `dim`), so all results are right. **other version**: of this
   library; it is compared where ranks agree, so it cannot differ later (—). **wrong argument**: the rank raises a
-  `UsageError`, in unshard for a `dim` that does not exist; if the others have made the call before, they do not hear of
-  it until the timeout.
+  `UsageError`, in unshard for a `dim` that does not exist.
 * **in a checkpoint**: while backward computes forward again.
 
-An error after the timeout names the ranks that did not take part, or the step and the rank that was waited for. Pass
-`init_process_group` a timeout that is a little longer than your slowest pause.
+A rank that has waited for more than a second asks the others what they are doing, through the group's store. Ranks
+that are in different calls all raise then, and so do all if a process was killed or is stopped. That a process is
+stopped is seen by ranks on the same machine. If a whole machine is out of reach, its connections end, or the group's
+timeout does.
 """
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import assert_never
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.comm.base import Comm, Parcel, Work, innermost
+from mesh_attention.comm.base import Comm, Parcel, Work, posts_apart
 from mesh_attention.errors import DisagreementError, TransportError
 from mesh_attention.execution.buffers import Allocation, Buffer, Fields, Meter, Span, TokenSpan, part
 from mesh_attention.execution.compiled import Compiled, CompiledCall, Exchanged, Instruction, Stretch
@@ -90,7 +90,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         plan = self.compiled.plan
-        self.posts_apart = getattr(innermost(self.comm), "runs_side_by_side", False)
+        self.posts_apart = posts_apart(self.comm)
         self.problem, self.matrix, self.assignment = plan.problem, plan.matrix, plan.assignment
         for kind in INPUTS[plan.direction] if self.cache is None else ("q",):
             for number in self.assignment.parts(AXIS_OF[kind]):
@@ -200,8 +200,6 @@ class Executor:
             if not outgoing or not incoming or not self.posts_apart:
                 work = self.comm.post(outgoing, incoming)
                 return work, work
-            # Apart, so that an arrival does not wait for what leaves. If posts ran one after the other, a receive
-            # posted alone would hold up the send that it waits for.
             received = self.comm.post([], incoming)
             return received, self.comm.post(outgoing, [])
         except Exception as error:

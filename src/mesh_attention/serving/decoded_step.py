@@ -142,9 +142,12 @@ class Step(Appended):
 
     def _begin_pass(self, layer_step: LayerStep) -> Tensor | None:
         """The id of this layer's pass: which layer, attended and merged how, in which cache, after which history."""
-        number = hash((layer_step.call_id, self.cache.history)) & 0xFFFFFFFFFFFF  # of numbers: as on other ranks
+        number = hash((layer_step.stated.call_id, self.cache.history)) & 0xFFFFFFFFFFFF  # of numbers: as on other ranks
         session, device = self.cache.attention.session, self.cache.device
-        return session.begin_pass(number, device, forward_pass=self.fingerprint)
+        describe = None if layer_step.buffers.comms[0].is_capturable else layer_step.describe
+        return session.begin_pass(
+            number, device, forward_pass=self.fingerprint, describe=describe, call=layer_step.stated
+        )
 
     def reach(self, rank: int, window: WindowSize) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """For each row and query, the first token of this rank that it sees, and one past the last; then the slot of

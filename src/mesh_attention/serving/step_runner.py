@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.comm.base import Comm
+from mesh_attention.comm.base import Comm, posts_apart
 from mesh_attention.execution.buffers import Buffer, Fields
-from mesh_attention.execution.compiled import compile_program, peers_of
+from mesh_attention.execution.compiled import compile_program, describe_post, peers_of
 from mesh_attention.execution.executor import Executor
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.base import DTYPES, Demand
@@ -166,7 +166,8 @@ class LayerStep:
         self.buffers, self.layer, self.window, self.softmax = buffers, layer, cached.window, softmax
         must_match = {"operation": "a decoded step", "layer": str(layer), "plan": buffers.plan.digest}
         must_match |= {"shape": str(buffers.shape), "cached layer": str(cached), "softmax": str(softmax)}
-        self.call_id = Statement(must_match=must_match).call_id
+        self.stated = Statement(must_match=must_match)
+        self.describe = partial(describe_post, buffers.programs[0], posts_apart(buffers.comms[0]))
         self.seen: set[bool] = set()
         self.graphs: dict[bool, CapturedGraph[list[Fields]]] = {}
         """With a pass id, and without one."""
