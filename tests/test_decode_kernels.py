@@ -183,21 +183,6 @@ def demand(**changes: Any) -> Demand:
 
 
 @in_plain_python
-def test_the_triton_kernel_says_where_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = TritonDecode()
-    assert kernel.unsupported_reason(demand(device="cpu")) == "runs on cuda, not on cpu"
-    assert (
-        kernel.unsupported_reason(demand(dtype=torch.float64)) == "needs a dtype of at most 32 bits, not torch.float64"
-    )
-    assert kernel.unsupported_reason(demand(head_dim_v=264)) == "needs head sizes up to 256, not 192 and 264"
-    for installed, reason in ((False, "needs triton, which is not installed"), (True, None)):
-        launching.triton_unsupported_reason.cache_clear()
-        monkeypatch.setattr(launching, "_is_installed", lambda installed=installed: installed)
-        assert kernel.unsupported_reason(demand()) == reason
-    launching.triton_unsupported_reason.cache_clear()
-
-
-@in_plain_python
 def test_torch_takes_what_triton_does_not() -> None:
     assert choose_decode(demand(device="cpu")).name == "torch"
     assert choose_decode(demand(dtype=torch.float64)).name == "torch"

@@ -7,14 +7,12 @@ from hypothesis import strategies as st
 from strategies import layouts, listed
 from torch.distributed.tensor import Shard
 
-from mesh_attention import Contiguous, Problem, Striped, Zigzag, causal, full, make_plan, window
-from mesh_attention.masks import Mask
+from mesh_attention import Problem, Striped, Zigzag, causal, make_plan
 from mesh_attention.plan.counts import flops_by_rank, imbalance
 from mesh_attention.plan.layout import (
     Cached,
     Chunks,
     Layout,
-    TypicalTurn,
     inverse_permutation,
     layout_named,
     parse_layout,
@@ -53,15 +51,6 @@ def test_the_inverse_undoes_the_permutation(layout: Layout, tokens: int, ranks: 
     assert [sharded[i] for i in inverse] == whole
 
 
-def test_zigzag_gives_a_rank_one_run_from_each_end() -> None:
-    assert Zigzag().segments(1, seq_len=80, ranks=4) == (range(10, 20), range(60, 70))
-
-
-def test_segments_of_a_rank_without_tokens_are_none() -> None:
-    assert all(Zigzag().segments(rank, seq_len=0, ranks=3) == () for rank in range(3))
-    assert Striped().segments(5, seq_len=4, ranks=8) == ()
-
-
 @pytest.mark.parametrize("layout", [Zigzag(), Striped()])
 @pytest.mark.parametrize("ranks", [7, 16])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -86,17 +75,3 @@ def test_listed_layouts_read_back_and_cover_every_token_once(data: st.DataObject
     both = Cached(layout, Zigzag())
     assert parse_layout(both.text) == both
     assert hash(parse_layout(both.text)) == hash(both)
-
-
-def test_a_turn_puts_new_tokens_in_zigzag_after_cached_ones() -> None:
-    problem = Problem(seq_q=8, seq_kv=24, heads=1, kv_heads=1, head_dim_qk=1, head_dim_v=1, ranks=2, mask=causal())
-    queries, keys = (TypicalTurn().along(axis, problem) for axis in ("row", "col"))  # type: ignore[arg-type]
-    assert queries.segments(0, seq_len=8, ranks=2) == (range(2), range(6, 8))
-    assert keys.segments(0, seq_len=24, ranks=2) == (range(4), range(12, 18), range(22, 24))
-
-
-def test_the_default_layout_suits_the_mask() -> None:
-    def default(mask: Mask) -> Layout:
-        return make_plan(Problem.self_attention(seq_len=96, heads=8, head_dim=4, ranks=12, mask=mask)).layout
-
-    assert (default(causal()), default(full()), default(window(4, 0))) == (Zigzag(), Contiguous(), Contiguous())

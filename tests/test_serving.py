@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
@@ -210,21 +210,6 @@ def test_autocast_does_not_reach_a_turn_or_a_step() -> None:
         model.prefill({chat: 20})
         model.decode([chat], 2)
     assert model.error < 1e-5
-
-
-def test_return_lse_is_true_or_false() -> None:
-    cache = local_cache()
-    chat = cache.new()
-    for begun, shape in ((cache.prefill({chat: 6}), (1, 2)), (None, (1, 1))):
-        turn = begun or cache.decode({chat: 1})
-        tensors = [
-            [torch.zeros(*shape, heads, dim, dtype=torch.float64)] * 3
-            for heads, dim in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
-        ]
-        with pytest.raises(UsageError, match="return_lse='no': expected True or False"):
-            turn.attend(0, *tensors, return_lse="no")  # type: ignore[arg-type]
-        for layer in range(len(cache.layers)):
-            turn.attend(layer, *tensors)
 
 
 # Processes
@@ -544,76 +529,14 @@ def test_a_turn_in_which_a_layer_did_not_attend_is_noticed() -> None:
         turn.attend(1, q, k, v)
 
 
-REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], str]] = {
-    "unknown sequence": (lambda cache: cache.prefill({7: 1}), "sequence 7 is not in the cache; sequences: 0"),
-    "no tokens": (lambda cache: cache.prefill({0: 0}), "sequence 0 got 0 new tokens"),
-    "no sequences": (lambda cache: cache.prefill({}), "expected a number of new tokens for each"),
-    "long steps": (lambda cache: cache.decode({0: 17}), "at most 16; use cache.prefill for more"),
-    "unknown queries": (
-        lambda cache: cache.decode({0: 1}, queries="ring"),
-        "queries='ring': expected replicated or sharded",
-    ),  # type: ignore[arg-type]
-    "truncated to more": (lambda cache: cache.truncate(0, 1), "cannot be truncated to 1 tokens: expected 0 to 0"),
-    "too many": (lambda cache: [cache.new() for _ in range(9)], "the most it was made for"),
-    "no layer": (lambda cache: cache.prefill({0: 1}).attend(3, [], [], []), "layer 3: expected 0 to 0"),
-    "not lists": (lambda cache: cache.prefill({0: 1}).attend(0, 1, 2, 3), "a list of 2 tensors, one per rank"),
-    "other sizes": (
-        lambda cache: cache.decode({0: 1}).attend(0, *[[torch.zeros(1, 1, 4, 5).double()] * 2] * 3),
-        r"q of layer 0 is a tensor of shape \(1, 1, 4, 5\): expected \(1, 1, heads, 4\)",
-    ),
-    "other dtype": (
-        lambda cache: cache.decode({0: 1}).attend(0, *([torch.zeros(1, 1, n, d)] * 2 for n, d in SHAPES)),
-        "q is torch.float32 on cpu: the cache is torch.float64 on cpu",
-    ),
-    "uneven heads": (
-        lambda cache: cache.decode({0: 1}).attend(
-            0, *([torch.zeros(1, 1, n, d).double()] * 2 for n, d in ((3, 4), *SHAPES[1:]))
-        ),
-        "3 heads cannot share 2 KV heads evenly",
-    ),
-    "bad scale": (
-        lambda cache: cache.decode({0: 1}).attend(
-            0, *([torch.zeros(1, 1, n, d).double()] * 2 for n, d in SHAPES), softmax_scale=-1.0
-        ),
-        "softmax_scale=-1.0",
-    ),
-    "a gradient": (
-        lambda cache: cache.decode({0: 1}).attend(
-            0, *([torch.zeros(1, 1, n, d).double().requires_grad_()] * 2 for n, d in SHAPES)
-        ),
-        r"q requires a gradient, and a cache keeps none; use torch\.no_grad\(\)",
-    ),
-    "unknown combine": (lambda cache: cache.decode({0: 1}, combine=""), "combine='': expected reduce_scatter"),  # type: ignore[arg-type]
-    "sharded and gathered": (
-        lambda cache: cache.decode({0: 1}, queries="sharded", combine="all_gather"),
-        "combine='all_gather': expected reduce_scatter",
-    ),
-    "no room for less than nothing": (lambda cache: cache.reserve(-5), "tokens=-5: expected"),
-    "no ranks": (lambda cache: ShardedCache.required_nbytes(cache.layers, ranks=0, tokens=4), "ranks=0: expected"),
-    "peak of no layer": (lambda cache: cache.prefill({0: 1}).peak_nbytes(-1, heads=4), "layer -1: expected 0 to 0"),
-    "no number": (
-        lambda cache: cache.decode({0: 1}).attend(
-            0, *([torch.zeros(1, 1, n, d).double()] * 2 for n, d in SHAPES), softmax_scale=[1.0]
-        ),
-        r"softmax_scale=\[1.0\]: expected a number",
-    ),
-    "no layers": (lambda cache: ShardedCache(cache.attention, [], tokens=4), "expected a CachedLayer for each layer"),
-    "no room": (lambda cache: ShardedCache(cache.attention, cache.layers, tokens=0), "tokens=0: expected"),
-    "integers": (
-        lambda cache: ShardedCache(cache.attention, cache.layers, tokens=4, dtype=torch.int8),
-        "dtype=torch.int8: expected one of",
-    ),
-}
 SHAPES = ((4, 4), (2, 4), (2, 3))
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_done_is_refused(name: str) -> None:
+def new_cache() -> ShardedCache:
+    """With one empty sequence, for the refusals in tests/golden/python/serving.txt."""
     cache = cache_of(2)
     cache.new()
-    call, complaint = REFUSALS[name]
-    with pytest.raises(UsageError, match=complaint):
-        call(cache)
+    return cache
 
 
 def test_a_window_that_was_dropped_cannot_be_cut_back_to() -> None:
