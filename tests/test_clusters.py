@@ -111,5 +111,5 @@ def test_a_file_that_is_not_toml_is_refused_with_its_name(tmp_path: Path, ranks:
     """What is said of others is in tests/golden/cli/clusters.txt."""
     path = tmp_path / "wrong.toml"
     path.write_text(cluster_to_toml(cluster_named("h100x16")).replace("ranks = 16", f"ranks = {ranks}", 1))
-    with pytest.raises(ParseError, match="wrong.toml: not valid TOML"):
+    with pytest.raises(ParseError, match=r"wrong\.toml: not valid TOML"):
         read_cluster(path)
