@@ -34,7 +34,7 @@ def _answer(source: str, names: dict[str, Any]) -> list[str]:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            exec(compile(source, "session", "single"), names)
+            exec(compile(f"{source}\n", "session", "single"), names)
     except (ValueError, DisagreementError) as error:
         return f"{type(error).__name__}: {error}".splitlines()
     return printed.getvalue().splitlines()

@@ -77,36 +77,7 @@ def test_equal_runs_of_hosts_are_nodes_even_if_the_last_is_smaller(nodes: int, s
     assert ranks_per_node(hosts[: len(hosts) - cut]) == size
 
 
-def test_hosts_in_turn_are_nodes_of_one() -> None:
-    assert ranks_per_node(["a", "b", "a", "b"]) == 1
-
-
 # Devices
-
-
-@pytest.mark.parametrize(("generation", "preset"), [(7, "a100"), (8, "a100"), (9, "h100"), (10, "b200"), (12, "b200")])
-def test_an_unknown_device_is_like_those_of_its_generation_and_the_machine_says_so(
-    generation: int, preset: str
-) -> None:
-    facts = [Facts(host="a", device="NVIDIA X1", generation=generation)] * 2
-    machine = preset_machine(facts)
-    assert machine.topology is not None
-    assert machine.topology.device.forward == PRESETS[preset].device.forward
-    assert "nearest to 'NVIDIA X1'" in str(machine)
-
-
-def test_a_whole_node_is_its_preset() -> None:
-    machine = preset_machine(ranks_on(*["a"] * 8))
-    assert machine == Machine(topology=PRESETS["h200"], source="preset")
-    two = preset_machine(ranks_on(*["a"] * 8, *["b"] * 8))
-    assert two.topology == cluster_named("h200x16")
-    assert str(two) == "h200, 2 nodes of 8, preset"
-
-
-def test_few_ranks_of_a_node_have_a_nic_each() -> None:
-    topology = preset_machine(ranks_on("a", "a", "b", "b")).topology
-    assert topology is not None
-    assert (topology.ranks_per_node, topology.nics_per_node) == (2, 2)
 
 
 def test_ranks_that_share_a_device_share_its_rates() -> None:
@@ -219,19 +190,6 @@ def test_the_volume_based_choice_moves_the_fewest(
 
 def _payload(plan: object, rank: int) -> int:
     return sum(nbytes.payload for nbytes in rank_costs(plan, rank).received.values())  # type: ignore[arg-type]
-
-
-def test_a_volume_based_tie_goes_to_the_simpler() -> None:
-    two, four = (Problem.self_attention(seq_len=64, heads=4, head_dim=8, ranks=ranks) for ranks in (2, 4))
-    assert least_volume_choice(two, Zigzag(), DIRECTIONS[:1]) == Choice(ulysses_degree=1, layout=Zigzag())
-    assert least_volume_choice(four, Zigzag(), DIRECTIONS) == Choice.parse("ulysses 4, zigzag, 2 waves of rows")
-
-
-def test_what_ulysses_keeps_is_not_counted_again() -> None:
-    asked = Problem.self_attention(seq_len=4096, heads=16, kv_heads=4, head_dim=8, ranks=4, mask=causal())
-    kept = Choice.parse("ulysses 4, zigzag, keep own, 2 waves of rows")
-    assert least_volume_choice(asked, Zigzag(), DIRECTIONS) == Choice(ulysses_degree=1, layout=Zigzag())
-    assert least_volume_choice(asked, Zigzag(), DIRECTIONS, may_keep=True) == kept
 
 
 def test_a_choice_reads_back_and_makes_the_same_plans() -> None:

@@ -513,28 +513,12 @@ def test_a_failed_reserve_can_be_repeated_with_less(monkeypatch: pytest.MonkeyPa
     assert model.error < 1e-12
 
 
-def test_a_turn_in_which_a_layer_did_not_attend_is_noticed() -> None:
-    cache = cache_of(2, windows=[None, None])
-    chat = cache.new()
-    turn = cache.prefill({chat: 4})
-    q, k, v = (turn.shard(torch.zeros(1, 4, heads, dim).double()) for heads, dim in ((4, 4), (2, 4), (2, 3)))
-    turn.attend(0, q, k, v)
-    with pytest.raises(UsageError, match="layer 0 has attended in this turn already"):
-        turn.attend(0, q, k, v)
-    with pytest.raises(UsageError, match="layer 1 did not attend in the last turn"):
-        cache.decode({chat: 1})
-    turn.attend(1, q, k, v)
-    cache.decode({chat: 1})
-    with pytest.raises(UsageError, match="this turn is over"):
-        turn.attend(1, q, k, v)
-
-
 SHAPES = ((4, 4), (2, 4), (2, 3))
 
 
-def new_cache() -> ShardedCache:
+def new_cache(layers: int = 1) -> ShardedCache:
     """With one empty sequence, for the refusals in tests/golden/python/serving.txt."""
-    cache = cache_of(2)
+    cache = cache_of(2, windows=[None] * layers)
     cache.new()
     return cache
 

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from attending import Attended, Call
-from run_ranks import process_context
+from run_ranks import end_ranks, process_context, start_ranks
 
 import mesh_attention
 from mesh_attention import MeshAttention, MeshAttentionError
@@ -411,20 +411,11 @@ def _started(fault: str, moment: str, setting: Setting) -> Iterator[list[tuple[A
     port = store.port
     if setting.store_on_rank_0:
         del store  # its port is free again
-    workers: list[tuple[Any, Connection]] = []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, rank, port, fault, moment, setting), daemon=True)
-        process.start()
-        theirs.close()
-        workers.append((process, ours))
+    workers = start_ranks(context, RANKS, work, port, fault, moment, setting)
     try:
         yield workers
     finally:
-        for process, connection in workers:
-            connection.close()
-            process.kill()
-            process.join()
+        end_ranks(workers)
 
 
 def _is_ready(connection: Connection) -> bool:

@@ -29,6 +29,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from run_ranks import end_ranks, start_ranks
+
 RANKS = 4
 TIMEOUT_S, SLACK_S, LATE_S, WARM_TIMEOUT_S = 10.0, 3.0, 4.0, 60.0
 START_S = 60.0
@@ -87,7 +91,7 @@ class MadeToFailError(Exception):
 # One rank
 
 
-def work(connection: Connection, name: str, rank: int, port: int, folder: str) -> None:
+def work(connection: Connection, rank: int, name: str, port: int, folder: str) -> None:
     quiet = os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
@@ -251,21 +255,12 @@ def run_fault(name: str) -> Found:
     port = store.port
     if FAULTS[name].victim == 0:
         store = None  # its port is free again
-    workers: list[tuple[Any, Connection]] = []
     with tempfile.TemporaryDirectory(prefix="mesh-attention-faults-") as folder:
+        workers = start_ranks(context, RANKS, work, name, port, folder)
         try:
-            for rank in range(RANKS):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=work, args=(theirs, name, rank, port, folder), daemon=True)
-                process.start()
-                theirs.close()
-                workers.append((process, ours))
             _listen(found, [connection for _, connection in workers])
         finally:
-            for process, connection in workers:
-                process.kill()
-                process.join()
-                connection.close()
+            end_ranks(workers)
         if found.problem:
             found.problem += "".join(f"\nrank {rank}: {_tail(folder, rank)}" for rank in range(RANKS))
     return found

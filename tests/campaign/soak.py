@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from attending import CASES, Attended, Call, wholes_of
 from fuzz import Object, draw_call
-from run_ranks import process_context
+from run_ranks import process_context, start_ranks
 
 from mesh_attention import DisagreementError, MeshAttention, UsageError, mesh_attention
 
@@ -189,13 +189,7 @@ def soak(seconds: float, seed: int, report: Callable[[str], None]) -> list[str]:
     """What was wrong."""
     context = process_context()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    workers: list[tuple[Any, Connection]] = []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, rank, store.port, seconds, seed), daemon=True)
-        process.start()
-        theirs.close()
-        workers.append((process, ours))
+    workers = start_ranks(context, RANKS, work, store.port, seconds, seed)
     samples: list[list[tuple[float, Sample]]] = [[] for _ in workers]
     last = time.monotonic()
     done: dict[str, int] = {}
