@@ -39,7 +39,6 @@ from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.stored import cache_folder, cached_tune
 from mesh_attention.tuning.tune import FAR_BEHIND, tune, tuned_plans
 from mesh_attention.units import GIB
-from mesh_attention_lab.comparison import startrail_degrees
 
 
 def problem(ranks: int, *, seq: int = 1 << 18, heads: int = 32, kv_heads: int = 8, **changes: object) -> Problem:
@@ -126,11 +125,6 @@ def test_the_choice_is_tried_by_the_price_of_calls() -> None:
     counted = replace(mesh.choices["forward"], blocks_per_call=4)
     plan = plan_on(cluster, asked, counted, "forward")
     assert mesh.time_s < simulate(plan, cluster, priced_ranks=8).time_s
-
-
-def test_tuning_twice_gives_the_same() -> None:
-    asked, cluster = problem(8), two_nodes_of_four()
-    assert tune(asked, cluster) == tune(asked, cluster)
 
 
 # As the cluster and the problem change
@@ -292,10 +286,6 @@ def test_every_candidate_has_a_family_and_makes_its_plan() -> None:
         assert plan.assignment == candidate.assignment
         assert plan.schedule.route == candidate.route or candidate.is_collective
     assert families == set(FAMILIES) - {"ulysses"}
-
-
-def test_startrail_is_what_its_paper_says() -> None:
-    assert startrail_degrees(64) == [2, 4, 8]
 
 
 # Explanations and the cache
