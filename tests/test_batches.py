@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool import said
 from run_ranks import RankPool
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
-from mesh_attention.batches import batch_loss, count_items, reduce_loss, shard_batch
+from mesh_attention.batches import reduce_loss, shard_batch
 from mesh_attention.plan.layout import LAYOUTS
 
 
@@ -178,88 +174,7 @@ def test_a_refusal_on_one_rank_reaches_the_others(pool: RankPool) -> None:
     assert all("rank 1 refused the call" in answer for answer in (answers[0], answers[2]))
 
 
-# Loss
-
-
-@lru_cache(maxsize=1)
-def mesh_of_eight() -> DeviceMesh:
-    return DeviceMesh("cpu", torch.arange(8).reshape(2, 4), mesh_dim_names=("dp", "cp"))
-
-
-class Net(nn.Module):
-    """A model with attention, and a loss as transformers computes it: a sum over a number that it is told."""
-
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.attend = attend
-        random = torch.Generator().manual_seed(3)
-        draw = lambda *shape: nn.Parameter(torch.randn(shape, generator=random, dtype=torch.float64))  # noqa: E731
-        self.tokens, self.qkv, self.head = draw(11, 6), draw(6, 3, 2, 4), draw(8, 11)
-
-    def forward(self, input_ids: Tensor, shift_labels: Tensor, num_items_in_batch: Any, **rest: Any) -> Tensor:
-        x = self.tokens[input_ids] * (1 + rest["position_ids"][..., None] / 10)
-        q, k, v = torch.einsum("bsw,wchd->cbshd", x, self.qkv)
-        logits = self.attend(q, k, v, rest["cu_seq_lens_q"][1]).flatten(2) @ self.head
-        loss = cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), ignore_index=-100, reduction="sum")
-        return loss / num_items_in_batch
-
-
-def texts(dp: int) -> dict[str, Tensor]:
-    """Two data-parallel batches with very different numbers of labels."""
-    ids = torch.randint(11, (1, 13), generator=torch.Generator().manual_seed(dp))
-    labels = ids.clone()
-    labels[:, (4 if dp else 12) :] = -100
-    return {"input_ids": ids, "labels": labels}
-
-
-def alone(batches: int) -> tuple[float, list[Tensor]]:
-    """The mean over the tokens of all batches, in one process."""
-    attention = MeshAttention(LocalGroup(1).comm(0))
-    net = Net(lambda q, k, v, seq: attention(q, k, v, causal=True, seq_len=seq))
-    parts = [shard_batch(attention, texts(number)) for number in range(batches)]
-    sums = [net(**part) * part["num_items_in_batch"] for part in parts]
-    loss = sum(sums) / sum(int(part["num_items_in_batch"]) for part in parts)
-    loss.backward()
-    return loss.item(), [p.grad for p in net.parameters()]
-
-
-def loss_on_a_mesh(group: Any, how: str) -> tuple[float, list[Tensor]]:
-    """Eight ranks, two batches: gradients averaged by FSDP2, or summed by hand."""
-    mesh = mesh_of_eight()
-    attention = MeshAttention(mesh["cp"])
-    net: nn.Module = Net(lambda q, k, v, seq: attention(q, k, v, causal=True, seq_len=seq))
-    parameters = list(net.parameters())
-    if how == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        net = fully_shard(net, mesh=mesh._flatten("all"))
-        parameters = list(net.parameters())
-    numbers = [mesh.get_local_rank("dp") + 2 * call for call in range(2 if how == "accumulated" else 1)]
-    locals_ = [shard_batch(attention, texts(number)) for number in numbers]
-    options: dict[str, Any] = {"gradients": "averaged" if how == "fsdp2" else "summed"}
-    if how == "accumulated":
-        options["total_items"] = count_items(locals_, group=mesh)
-    loss = 0.0
-    for local in locals_:
-        local.pop("labels")
-        part = batch_loss(net(**local), local, group=mesh, **options)
-        part.backward()
-        loss += part.item()
-    gradients = [parameter.grad for parameter in parameters]
-    if how == "fsdp2":
-        return loss, [gradient.full_tensor() for gradient in gradients]
-    for gradient in gradients:
-        dist.all_reduce(gradient, group=group)
-    return loss, gradients
-
-
-@pytest.mark.parametrize("how", ["summed", "fsdp2", "accumulated"])
-def test_the_loss_and_gradients_of_dp_times_cp_are_those_of_one_process(pool: RankPool, how: str) -> None:
-    due, due_gradients = alone(4 if how == "accumulated" else 2)
-    for loss, gradients in pool.run(8, loss_on_a_mesh, how):
-        assert loss == pytest.approx(due, rel=1e-12)
-        for ours, theirs in zip(gradients, due_gradients, strict=True):
-            assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-13)
+# Loss; of models on a mesh in test_composition.py
 
 
 def reduce(group: Any, items: list[int], gradients: str, as_tensor: bool) -> tuple[float, float]:

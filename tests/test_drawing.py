@@ -96,47 +96,6 @@ def thread_names(trace: dict[str, Any]) -> dict[tuple[int, int], str]:
 # Traces
 
 
-def test_a_trace_has_microseconds_bytes_and_rates() -> None:
-    trace = to_perfetto(SMALL)
-    shown = {event["name"]: event for event in events(trace, "X") if event["cat"] == "recv"}
-    assert shown["kv1"]["ts"] == 0.0
-    assert shown["kv1"]["dur"] == 2500.0
-    assert shown["kv1"]["args"] == {"bytes": 100_000_000, "GB/s": 40.0}
-    (second,) = [event for event in events(trace, "X") if event["name"] == "q3 kv1"]
-    assert (second["ts"], second["dur"], second["args"]) == (2500.0, 2500.0, {})
-
-
-def test_a_rank_is_a_process_and_a_lane_a_thread() -> None:
-    trace = to_perfetto(SMALL)
-    assert list(process_names(trace).values()) == ["rank 0", "rank 3"]
-    threads = thread_names(trace)
-    lanes = ["compute", "wait", "send", "recv", "compute", "wait", "send", "send 2", "recv"]
-    assert list(threads.values()) == lanes
-    for event in events(trace, "X"):
-        assert threads[event["pid"], event["tid"]].split()[0] == event["cat"]
-
-
-def test_viewers_are_told_the_order() -> None:
-    trace = to_perfetto({"forward": SMALL, "backward": SMALL})
-    for kind, names in (("process", process_names(trace)), ("thread", thread_names(trace))):
-        order = [e["args"]["sort_index"] for e in events(trace, "M") if e["name"] == f"{kind}_sort_index"]
-        assert order == sorted(set(order))
-        assert len(order) == len(names)
-
-
-def test_several_timelines_are_groups_of_processes() -> None:
-    trace = to_perfetto({"forecast": SMALL, "measured": SMALL})
-    names = process_names(trace)
-    assert list(names.values()) == ["forecast: rank 0", "forecast: rank 3", "measured: rank 0", "measured: rank 3"]
-    of_group = [names[event["pid"]].split(":")[0] for event in events(trace, "X")]
-    assert of_group.count("forecast") == of_group.count("measured") == len(SPANS)
-
-
-def test_two_threads_never_share_an_id() -> None:
-    ids = [tid for _, tid in thread_names(to_perfetto({"a": SMALL, "b": SMALL}))]
-    assert len(set(ids)) == len(ids)
-
-
 @given(timelines())
 @settings(max_examples=100)
 def test_a_trace_has_every_span_once_where_it_was(timeline: Timeline) -> None:

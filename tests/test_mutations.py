@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -26,36 +27,15 @@ def problem(ranks: int = 4, **changes: object) -> Problem:
     return replace(base, **changes)
 
 
-def mesh() -> Plan:
-    return make_plan(problem(), tile=(2, 2))
-
-
-def contiguous_mesh() -> Plan:
-    return make_plan(problem(), tile=(2, 2), layout=Contiguous())
-
-
-def ring() -> Plan:
-    return make_plan(problem(), method="ring", route="ring")
-
-
-def backward() -> Plan:
-    return make_plan(problem(), tile=(2, 2), direction="backward", route="ring", partials="ring")
-
-
-def attention2d() -> Plan:
-    return make_plan(problem(), method="attention2d", tile=(2, 2))
-
-
-def windowed_attention2d() -> Plan:
-    return make_plan(problem(mask=window(4, 0)), method="attention2d", tile=(1, 4))
-
-
-def ulysses() -> Plan:
-    return make_plan(problem(), tile=(1, 2), ulysses_degree=2)
-
-
-def keeping() -> Plan:
-    return make_plan(problem(), tile=(2, 2), keep=("kv",))
+mesh = partial(make_plan, problem(), tile=(2, 2))
+contiguous_mesh = partial(make_plan, problem(), tile=(2, 2), layout=Contiguous())
+ring = partial(make_plan, problem(), method="ring", route="ring")
+backward = partial(make_plan, problem(), tile=(2, 2), direction="backward", route="ring", partials="ring")
+attention2d = partial(make_plan, problem(), method="attention2d", tile=(2, 2))
+windowed_attention2d = partial(make_plan, problem(mask=window(4, 0)), method="attention2d", tile=(1, 4))
+ulysses = partial(make_plan, problem(), tile=(1, 2), ulysses_degree=2)
+pass_q = partial(make_plan, problem(2), method="pass-q")
+keeping = partial(make_plan, problem(), tile=(2, 2), keep=("kv",))
 
 
 def decoding(queries: Queries = "replicated", combining: Combining | None = None) -> Plan:
@@ -63,12 +43,8 @@ def decoding(queries: Queries = "replicated", combining: Combining | None = None
     return plan_decode(StepShape(new_tokens=(1, 2, 1), dtype="float64", **sizes), queries=queries, combining=combining)
 
 
-def decoding_slices() -> Plan:
-    return decoding(combining="reduce_scatter")
-
-
-def decoding_sharded() -> Plan:
-    return decoding("sharded")
+decoding_slices = partial(decoding, combining="reduce_scatter")
+decoding_sharded = partial(decoding, "sharded")
 
 
 def edit(plan: Plan, rank: int, change: Callable[[Steps], None], *, honest: bool = True) -> Plan:
@@ -212,10 +188,6 @@ def wait_for_a_turn(rank: int, other: int) -> Change:
         f"free o{other}",
     )
     return lambda steps: steps.__setitem__(slice(None), map(parse_step, texts))
-
-
-def pass_q() -> Plan:
-    return make_plan(problem(2), method="pass-q")
 
 
 def changed(base: Callable[[], Plan], changes: Mapping[int, Sequence[Change]]) -> Plan:

@@ -18,7 +18,7 @@ from mesh_attention import LocalGroup, MeshAttention, Problem, Zigzag, causal, f
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import MemoryLimitError
 from mesh_attention.machine.tuned_strategy import Tuner
-from mesh_attention.masks import Mask, documents, window
+from mesh_attention.masks import documents, window
 from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.steps import DIRECTIONS, Attend, Direction
 from mesh_attention.planners.choice import FAMILIES, Choice
@@ -101,17 +101,6 @@ def test_the_plans_of_the_choice_are_right_and_take_what_was_forecast() -> None:
         verify(plan)
         assert plan.direction == direction
         assert simulate(plan, cluster, priced_ranks=8).time_s == pytest.approx(chosen.forecasts[direction].time_s)
-
-
-@pytest.mark.parametrize("mask", [full(), causal()], ids=str)
-@pytest.mark.parametrize("tokens", [3, 11])
-def test_ranks_without_tokens_are_tuned_for(tokens: int, mask: Mask) -> None:
-    """`torch.chunk` leaves the last of eight ranks empty."""
-    problem = Problem.self_attention(seq_len=tokens, heads=8, head_dim=64, ranks=8, mask=mask)
-    topology = cluster_named("h100x256").with_ranks(8)
-    chosen = tune(problem, topology, directions=DIRECTIONS, layout="chunks").chosen
-    for plan in tuned_plans(problem, topology, chosen).values():
-        verify(plan)
 
 
 def test_the_choice_is_tried_by_the_price_of_calls() -> None:
@@ -334,18 +323,24 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, caplog: 
     assert "tunings are not cached" in caplog.text
 
 
-@pytest.mark.parametrize("mask", [window(4096, 0), documents([0, 1000, 5000, 8192])], ids=str)
-def test_masks_that_make_ranks_differ_are_tuned_as_well(mask: object) -> None:
-    found = tune(problem(8, seq=8192, mask=mask), cluster_named("h100x8"))
+@pytest.mark.parametrize(
+    ("asked", "layout"),
+    [
+        (problem(8, seq=8192, mask=window(4096, 0)), None),
+        (problem(8, seq=8192, mask=documents([0, 1000, 5000, 8192])), None),
+        # Ranks then skip shards, and rings of inner rings are not among the candidates.
+        (problem(8, seq=4096 * 8, kv_heads=4), "contiguous"),
+        (problem(12, seq=4096 * 12, kv_heads=4), "contiguous"),
+        # `torch.chunk` leaves the last of eight ranks empty.
+        *((problem(8, seq=tokens, mask=mask), "chunks") for tokens in (3, 11) for mask in (full(), causal())),
+    ],
+    ids=str,
+)
+def test_ranks_that_differ_are_tuned_for_as_well(asked: Problem, layout: str | None) -> None:
+    cluster = replace(cluster_named(f"h100x{asked.ranks}"), ranks_per_node=4, nics_per_node=4)
+    found = tune(asked, cluster, directions=DIRECTIONS, layout=layout)
     assert found.chosen.time_s <= min(trial.time_s for trial in found.trials) * (1 + NEAR_TIE)
-
-
-@pytest.mark.parametrize("ranks", [8, 12])
-def test_layouts_that_leave_a_causal_mask_uneven_are_tuned_as_well(ranks: int) -> None:
-    """Ranks then skip shards, and rings of inner rings are not among the candidates."""
-    cluster = replace(cluster_named(f"h100x{ranks}"), ranks_per_node=4, nics_per_node=4)
-    found = tune(problem(ranks, seq=4096 * ranks, kv_heads=4), cluster, directions=DIRECTIONS, layout="contiguous")
-    for plan in tuned_plans(problem(ranks, seq=4096 * ranks, kv_heads=4), cluster, found.chosen).values():
+    for plan in tuned_plans(asked, cluster, found.chosen).values():
         verify(plan)
 
 
