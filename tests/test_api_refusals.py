@@ -274,12 +274,6 @@ def test_a_local_group_has_a_number_of_ranks(size: Any) -> None:
         LocalGroup(size)
 
 
-@pytest.mark.parametrize("rank", [-1, 2, "0", None])
-def test_a_local_group_has_no_other_ranks(rank: Any) -> None:
-    with pytest.raises(UsageError, match="LocalGroup of 2 ranks, expected a rank from 0 to 1"):
-        LocalGroup(2).comm(rank)
-
-
 def test_a_choice_may_stand_beside_options_that_are_left_open() -> None:
     assert MeshAttention(LocalGroup(2), choice="ring", layout=None, tile=None).layout == Zigzag()
     assert (

@@ -92,11 +92,9 @@ def train(
         return attention(q, k, v, causal=True, seq_len=TOKENS)
 
     for step in range(STEPS):
-        whole = (whole[rank * rows :][:rows].chunk(1 + (how == "accumulated")) for whole in data(step, device))
-        batches = [
-            shard_batch(attention, {"input_ids": ids, "shift_labels": labels})
-            for ids, labels in zip(*whole, strict=True)
-        ]
+        mine = (whole[rank * rows :][:rows].chunk(1 + (how == "accumulated")) for whole in data(step, device))
+        parts = zip(*mine, strict=True)
+        batches = [shard_batch(attention, {"input_ids": ids, "shift_labels": labels}) for ids, labels in parts]
         options: dict[str, Any] = {"gradients": "summed" if is_by_hand else "averaged"}
         if how == "accumulated":
             options["total_items"] = count_items(batches, group=group)

@@ -12,12 +12,11 @@ from campaign import faults
 from campaign.faults import Setting, run_cell
 from pool import said, shared_pool
 
-from mesh_attention import DisagreementError, LocalGroup, UsageError
+from mesh_attention import DisagreementError, LocalGroup
 from mesh_attention.api import MeshAttention, mesh_attention
 from mesh_attention.comm.base import drive_together
 from mesh_attention.comm.local import LocalComm
 from mesh_attention.comm.torch_dist import ROOM, TorchComm
-from mesh_attention.errors import ProblemError
 from mesh_attention.execution import engine
 from mesh_attention.session.agreement import Statement, agree
 
@@ -154,22 +153,6 @@ def test_ranks_that_differ_raise_everywhere_and_the_group_still_works() -> None:
         for due, raised in found:
             assert due in raised
             assert raised.startswith("ProblemError" if due.startswith("ranks hold") else "DisagreementError")
-
-
-@pytest.mark.parametrize(
-    ("shards", "error", "message"),
-    [
-        ([torch.zeros(1, 4)] * 3, UsageError, "got a list of 3; expected a list of 2 tensors, one per rank"),
-        (torch.zeros(2, 4), UsageError, r"got a tensor of shape \(2, 4\); expected a list of 2 tensors"),
-        ([torch.zeros(1, 6), torch.zeros(1, 4)], ProblemError, r"hold \[6, 4\] tokens; expected \[5, 5\]"),
-        ([torch.zeros(1, 4), torch.zeros(1, 4).double()], ProblemError, "dtype is torch.float32 on rank"),
-        ([torch.zeros(1, 4), torch.zeros(2, 4)], ProblemError, r"shape is \(1, tokens\) on rank"),
-        ([torch.zeros(1, 4), None], UsageError, "got a NoneType; expected a plain tensor"),
-    ],
-)
-def test_a_local_group_joins_only_shards_that_fit(shards: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        MeshAttention(LocalGroup(2)).unshard(shards)
 
 
 # A share of the table

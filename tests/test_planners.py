@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from pool import shared_pool
 
 from mesh_attention import Contiguous, LocalGroup, MeshAttention, Plan, Problem, full, make_plan
 from mesh_attention.errors import MeshAttentionError, ScheduleError
-from mesh_attention.machine import tuned_strategy
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import Attend, Direction
 from mesh_attention_lab.testing.wrappers import Counting
@@ -97,27 +95,6 @@ def test_a_backward_plan_that_never_runs_is_not_proved(monkeypatch: pytest.Monke
     assert proved == ["forward"]
     call(planned, requires_grad=True)
     assert proved == ["forward", "forward", "backward"]
-
-
-def test_an_edited_tuning_with_another_layout_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def attend() -> Any:
-        tuned_strategy.tuned.cache_clear()  # as in a new process
-        attention = MeshAttention(LocalGroup(2), cluster="h100x256", layout="zigzag")
-        generator = torch.Generator().manual_seed(0)
-        shards = [attention.shard(torch.randn(1, 32, 4, 8, generator=generator)) for _ in range(3)]
-        return attention(*shards, causal=True)
-
-    due = attend()
-    (cached,) = tmp_path.rglob("tuning-*.txt")
-    text = cached.read_text()
-    assert '"zigzag"' in text
-    cached.write_text(text.replace('"zigzag"', '"contiguous"'))
-    assert all(map(torch.equal, attend(), due))
-    assert "it was changed, or is of another request" in caplog.text
 
 
 def refusal_of_one_planner(group: Any) -> str:

@@ -36,17 +36,6 @@ def test_every_feature_is_exact(pool: RankPool, turn: int, name: str, ranks: int
         assert not wrong
 
 
-def everything_wrong(group: Any) -> list[str]:
-    every = planners(dist.get_world_size(group)).values()
-    return [wrong for options in every for wrong in wrong_of(group, options, CASES["causal"])]
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
-def test_every_planner_is_exact(pool: RankPool, ranks: int) -> None:
-    for wrong in pool.run(ranks, everything_wrong):
-        assert not wrong
-
-
 def wrong_when_slow(group: Any) -> list[str]:
     return wrong_of(Delaying(TorchComm(group), 0.01), {"tile": (2, 2)}, CASES["causal"])
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import make_model, tokens
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, StaticCache, masking_utils
+from transformers import PreTrainedConfig, masking_utils
 
 from mesh_attention import LocalGroup, UsageError, causal, documents
 from mesh_attention.api import MeshAttention
@@ -176,18 +176,6 @@ def test_sinks_take_their_share_of_every_row() -> None:
 # Models
 
 
-def test_a_model_that_decodes_with_another_cache_is_refused(attention: MeshAttention) -> None:
-    model = parallelize(make_model("llama"), attention).eval()
-    ids = tokens(1, 8)["input_ids"]
-    prefill = model(ids, use_cache=True)  # whole, so it can be run
-    with pytest.raises(UsageError, match="generates with its own cache only"):
-        model(ids[:, :1], past_key_values=prefill.past_key_values)
-    with pytest.raises(UsageError, match="past_key_values is a DynamicCache, which would be whole on every rank"):
-        model.generate(ids, max_new_tokens=2, do_sample=False, past_key_values=prefill.past_key_values)
-    with pytest.raises(UsageError, match="a StaticCache"):
-        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=16))
-
-
 def test_a_cache_that_is_only_filled_changes_nothing(attention: MeshAttention) -> None:
     model = parallelize(make_model("gemma2"), attention).eval()
     local = shard_batch(attention, tokens(2, 9) | {"attention_mask": torch.ones(2, 9)})
@@ -196,50 +184,8 @@ def test_a_cache_that_is_only_filled_changes_nothing(attention: MeshAttention) -
     assert torch.equal(filled.logits, model(**local).logits)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"output_attentions": True}, "output_attentions is not supported"),
-        ({"attention_mask": torch.zeros(2, 1, 9, 9)}, "custom 4D masks"),
-        ({"something": torch.zeros(1)}, "LlamaAttention passed something to attention"),
-    ],
-)
-def test_what_a_model_passes_on_is_refused(attention: MeshAttention, call: dict[str, Any], message: str) -> None:
-    model = parallelize(make_model("llama"), attention)
-    with pytest.raises(UsageError, match=message):
-        model(**(shard_batch(attention, tokens(2, 9)) | call))
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("convolutions", {}, r"lfm2 mixes tokens outside of plain attention \(layer_types has 'conv'\)"),
-        ("convolutions", {"layer_types": None}, r"\(its config has conv_L_cache\)"),
-        ("llama", {"mamba_d_conv": 4}, r"llama mixes tokens .* \(its config has mamba_d_conv\)"),
-        ("llama", {"layer_types": ["full_attention", "indexed_attention"]}, "layer_types has 'indexed_attention'"),
-    ],
-)
-def test_models_that_look_at_several_tokens_outside_attention_are_refused(
-    attention: MeshAttention, name: str, changes: dict[str, Any], message: str
-) -> None:
-    model = make_model(name)
-    for key, value in changes.items():
-        setattr(model.config, key, value)
-    with pytest.raises(UsageError, match=message):
-        parallelize(model, attention)
-
-
 def test_a_hybrid_without_other_layers_is_run() -> None:
     refuse_mixing(make_model("convolutions", layer_types=["full_attention"] * 2).config)
-
-
-def test_the_loss_of_a_router_is_refused(attention: MeshAttention) -> None:
-    local = shard_batch(attention, tokens(1, 9))
-    parallelize(make_model("experts"), attention)(**local)
-    with pytest.raises(UsageError, match="output_router_logits is not supported"):
-        parallelize(make_model("experts"), attention)(**local, output_router_logits=True)
-    with pytest.raises(UsageError, match="output_router_logits is not supported"):
-        parallelize(make_model("experts", output_router_logits=True), attention)(**local)
 
 
 def rotary_config(**fields: Any) -> Any:
@@ -267,20 +213,6 @@ def test_documents_and_padding_count_as_short_for_long_rotary() -> None:
     for row in (BatchRow((0, 20, 40), (0, 40)), BatchRow((0, 40), (3, 40))):
         with pytest.raises(UsageError, match="without padding or documents"):
             refuse_rotary(config, (least_end(alone(), [row]), 40))
-
-
-def test_dropout_is_refused_in_training_only(attention: MeshAttention) -> None:
-    model = parallelize(make_model("llama", attention_dropout=0.1), attention)
-    local = shard_batch(attention, tokens(1, 9))
-    model.eval()(**local)
-    with pytest.raises(UsageError, match=r"attention dropout is not supported, got 0\.1"):
-        model.train()(**local)
-
-
-def test_masks_of_a_model_of_its_own_are_refused(attention: MeshAttention) -> None:
-    model = parallelize(make_model("gemma3", use_bidirectional_attention=True), attention)
-    with pytest.raises(UsageError, match="adds a custom mask function"):
-        model(**shard_batch(attention, tokens(1, 9)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])

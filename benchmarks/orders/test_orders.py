@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from strategies import directions
 
 from mesh_attention import Tile
-from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.parse import parse_move
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
@@ -76,39 +75,6 @@ GRADIENTS = (
 )
 def test_prices_worked_out_by_hand(text: str, tile: Tile, direction: Direction, costs: Costs, clocks: Clocks) -> None:
     assert price_moves(moves(text), tile, direction, costs=costs) == clocks
-
-
-def test_what_a_rank_has_is_not_waited_for() -> None:
-    schedule = moves("meet 0 x 0 · meet 0 x 1 · return o 0")
-    assert price_moves(schedule, Tile(1, 2), "forward", costs=Costs(), held_kinds=("kv",)) == Clocks(2.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("meet 0 x 1", "move 0, 'meet 0 x 1': kv 1 not fetched before it"),
-        ("meet 0 x 0 · meet 0 x 0", r"move 1, 'meet 0 x 0': blocks \[\(0, 0\)\] are not left to meet"),
-        ("meet 0 x 5", r"move 0, 'meet 0 x 5': blocks \[\(0, 5\)\] are not left to meet"),
-        ("meet 0 x 0,0", "move 0, 'meet 0 x 0,0': expected some rows and columns, each once"),
-        ("fetch kv 0", "move 0, 'fetch kv 0': kv 0 is here, or on its way"),
-        ("fetch kv 1 · fetch kv 1", "move 1, 'fetch kv 1': kv 1 is here, or on its way"),
-        ("fetch kv 2", "move 0, 'fetch kv 2': expected an offset below 2"),
-        ("fetch do 1", "move 0, 'fetch do 1': do is not to be fetched"),
-        ("return dq 1", "move 0, 'return dq 1': forward does not return dq"),
-        ("return o 2", "move 0, 'return o 2': expected an offset below 2"),
-        ("return o 1", "move 0, 'return o 1': its blocks have not all met"),
-        (
-            "fetch q 1 · fetch kv 1 · meet 0,1 x 0,1 · return o 0",
-            "move 3, 'return o 0': o 1 not returned before it",
-        ),
-        ("fetch q 1 · fetch kv 1 · meet 0,1 x 0,1 · return o 1 · return o 1", "returned before"),
-        ("fetch q 1 · fetch kv 1 · meet 0,1 x 0,1 · return o 1", "at the end: o 0 not returned"),
-        ("gather kv", "move 0, 'gather kv': a collective has no price here; expected fetch, meet or return"),
-    ],
-)
-def test_what_is_no_schedule_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        price_moves(moves(text), Tile(2, 2), "forward", costs=Costs())
 
 
 # The shortest schedule

@@ -8,20 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pool import said
 
 from mesh_attention import MeshAttention
 from mesh_attention.comm.torch_dist import ROOM, TorchComm
-from mesh_attention.errors import MeshAttentionError
 from nccl.rig import DEVICE, Rig, new_pool
 from nccl.test_pass_ids import RANKS, on_a_new_group
-
-
-def _said(call: Any) -> str:
-    try:
-        call()
-    except MeshAttentionError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def make_mistakes(group: Any) -> list[str]:
@@ -29,9 +21,9 @@ def make_mistakes(group: Any) -> list[str]:
     attention, odd = MeshAttention(group, method="mesh"), rank == 1
     x = torch.randn(1, 64, 4, 32, device=DEVICE)
     wrong: dict[str, Any] = {"casual": True} if odd else {}
-    found = [_said(lambda: attention(x, x, x, **wrong))]  # the first message on this group
-    found.append(_said(lambda: attention(x, x, x, causal=odd)))
-    found.append(_said(lambda: attention.unshard(x.double() if odd else x)))
+    found = [said(lambda: attention(x, x, x, **wrong))]  # the first message on this group
+    found.append(said(lambda: attention(x, x, x, causal=odd)))
+    found.append(said(lambda: attention.unshard(x.double() if odd else x)))
     assert attention(x, x, x, causal=True).isfinite().all()
     text = "é" * (ROOM + rank)
     assert [len(one) for one in TorchComm(group, DEVICE).share(text).result()] == [ROOM + n for n in range(RANKS)]
@@ -53,11 +45,13 @@ def miss_one(_: Any) -> str:
     if rank == 1:
         time.sleep(6)
         return ""
-    return _said(lambda: MeshAttention(group, method="mesh")(x, x, x))
+    return said(lambda: MeshAttention(group, method="mesh")(x, x, x))
 
 
 def test_a_rank_that_does_not_take_part_is_named() -> None:
     with new_pool(RANKS) as pool:
         answers = pool.run(RANKS, miss_one)
-    for rank, said in enumerate(answers):
-        assert rank == 1 or said.startswith("TransportError: rank 1 did not take part when ranks compared their calls")
+    for rank, answer in enumerate(answers):
+        assert rank == 1 or answer.startswith(
+            "TransportError: rank 1 did not take part when ranks compared their calls"
+        )
