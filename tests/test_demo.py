@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_draw import check_trace, page_data
+from test_draw import page_data, processes_of
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, rank_costs
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes
@@ -78,7 +78,7 @@ def test_the_demo_leaves_a_report_of_what_it_measured(demo: tuple[dict[str, Any]
     for scene in data:
         for one in scene["passes"].values():
             assert one["measured"], scene["method"]
-    processes = check_trace(json.loads((folder / "trace.json").read_text()))
+    processes = processes_of(json.loads((folder / "trace.json").read_text()))
     for direction in ("forward", "backward"):
         for kind in ("forecast", "measured"):
             assert sum(name.startswith(f"mesh 2x2 {direction}, {kind}: rank") for name in processes) == 4

