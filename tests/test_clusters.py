@@ -81,31 +81,6 @@ def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# A cluster for mesh-attention.\n# Two lines\n# of a note.\n")
 
 
-def test_what_has_a_default_may_be_left_out() -> None:
-    topology = parse_cluster(
-        """
-        name = "small"
-        ranks = 2
-        ranks_per_node = 2
-        inside = { gb_per_s = 10 }
-        between = { gb_per_s = 1.5 }
-        [device]
-        memory_gb_per_s = 100
-        memory_gib = 16
-        forward = { tflops = 1 }
-        backward = { tflops = 2 }
-        """
-    )
-    assert topology == Topology(
-        name="small",
-        ranks=2,
-        ranks_per_node=2,
-        inside=Link(gb_per_s=10),
-        between=Link(gb_per_s=1.5),
-        device=Device(forward=KernelRate(tflops=1), backward=KernelRate(tflops=2), memory_gb_per_s=100, memory_gib=16),
-    )
-
-
 @pytest.mark.parametrize("ranks", ["16\ninside = 3", f"1{'0' * 9999}", "[" * 99999], ids=lambda ranks: ranks[:9])
 def test_a_file_that_is_not_toml_is_refused_with_its_name(tmp_path: Path, ranks: str) -> None:
     """What is said of others is in tests/golden/cli/clusters.txt."""

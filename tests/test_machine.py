@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,18 +16,14 @@ from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs
 from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
 from mesh_attention.machine.detected_cluster import (
     Facts,
-    Machine,
     calibrated_file,
     keep_measured,
     known_machine,
     measured_file,
-    placed,
-    preset_machine,
     ranks_per_node,
     read_kept,
-    sharers,
 )
-from mesh_attention.machine.tuned_strategy import Chosen, Tuner, describe_choice, find_alike, volume_based
+from mesh_attention.machine.tuned_strategy import Chosen, Tuner, find_alike, volume_based
 from mesh_attention.plan.assignment import divisors, tiles_of
 from mesh_attention.plan.layout import Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS
@@ -78,23 +73,6 @@ def test_equal_runs_of_hosts_are_nodes_even_if_the_last_is_smaller(nodes: int, s
 
 
 # Devices
-
-
-def test_ranks_that_share_a_device_share_its_rates() -> None:
-    alone = ranks_on(*["a"] * 8)
-    crowd = [replace(one, uuid="one", memory_gib=140.0) for one in alone]
-    assert (sharers(alone), sharers(crowd), sharers([Facts(host="a", device="cpu")] * 3)) == (1, 8, 1)
-    whole, share = PRESETS["h200"].device, placed(PRESETS["h200"], crowd).device
-    assert share.forward.tflops == whole.forward.tflops / 8
-    assert share.backward.tflops == whole.backward.tflops / 8
-    assert share.memory_gb_per_s == whole.memory_gb_per_s / 8
-    assert share.memory_gib == 140 / 8
-    assert "8 ranks on a GPU" in str(preset_machine(crowd))
-    assert known_machine(alone).topology is not None
-    assert known_machine(crowd) == Machine(topology=None, source="volume-based, 8 ranks on a GPU")
-    pairs = [replace(one, uuid=str(rank // 2)) for rank, one in enumerate(ranks_on(*["a"] * 16, *["b"] * 16))]
-    topology = placed(PRESETS["h200"], pairs)
-    assert (topology.nodes, topology.ranks_per_node, topology.nics_per_node) == (2, 16, 8)
 
 
 # Files
@@ -223,18 +201,3 @@ def test_a_choice_that_might_not_fit_does_not_serve_a_longer_problem() -> None:
     peak = tuning.chosen.peak_nbytes
     assert find_alike(long, {short: tuning}, most_nbytes=2.0 * peak) == short
     assert find_alike(long, {short: tuning}, most_nbytes=1.9 * peak) == long
-
-
-def test_the_line_says_what_for_which_machine_why_and_how_to_override() -> None:
-    problem, machine = problem_of(16), preset_machine(ranks_on(*["a"] * 8, *["b"] * 8))
-    assert machine.topology is not None
-    chosen, tuning = Tuner(machine.topology, Zigzag(), None).choose(problem, needs_gradient=True)
-    line = describe_choice(problem, machine, {d: one.choice for d, one in chosen.passes.items()}, tuning)
-    parts = [str(chosen.passes["forward"].choice), "16,384 tokens on 16 ranks", "(h200, 2 nodes of 8, preset)"]
-    parts += [
-        "forecast",
-        "next best" if len(tuning.near_ties) < 2 else "the simplest of them is chosen",
-        'MeshAttention(group, choice="…")',
-    ]
-    places = [line.index(part) for part in parts]
-    assert all(before < after for before, after in pairwise(places)), line

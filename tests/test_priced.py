@@ -15,7 +15,6 @@ from mesh_attention import Problem, Tile, causal, full, make_plan
 from mesh_attention.clusters import cluster_named
 from mesh_attention.masks import documents, window
 from mesh_attention.plan.assignment import tiles_of
-from mesh_attention.plan.parse import parse_move
 from mesh_attention.plan.schedule import Meet, Move, Return, Route
 from mesh_attention.plan.steps import DIRECTIONS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.choice import Choice
@@ -23,7 +22,6 @@ from mesh_attention.planners.cost_based import Policy, PolicyOrder
 from mesh_attention.planners.costs import Costs
 from mesh_attention.planners.greedy import greedy_moves
 from mesh_attention.planners.make import gpu_price
-from mesh_attention.planners.schedule_builder import ONE_SIZE, held_share
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
 from mesh_attention.tuning.bounds import costs_on, plan_on
@@ -46,21 +44,6 @@ POLICIES = st.builds(
 
 
 # The price of a call
-
-
-@pytest.mark.parametrize(
-    ("rows", "cols", "price"),
-    [
-        (0b1, 0b1, 1 + 0.5 + 0.25 + 0.125),
-        (0b11, 0b1110, 6 + 0.5 + 2 * 0.25 + 3 * 0.125),
-        # Two runs of columns are two calls, and each touches the row.
-        (0b1, 0b1011, 3 + 2 * 0.5 + 2 * 0.25 + 3 * 0.125),
-        (0b101, 0b101, 4 + 4 * 0.5 + 2 * 2 * 0.25 + 2 * 2 * 0.125),
-    ],
-)
-def test_what_a_call_costs_by_hand(rows: int, cols: int, price: float) -> None:
-    assert Costs(call=0.5, row=0.25, col=0.125).of_call(rows, cols) == price
-    assert Costs().of_call(rows, cols) == rows.bit_count() * cols.bit_count()
 
 
 # Orders
@@ -175,16 +158,6 @@ def test_two_engines_agree_on_cost_based_plans(
 
 
 # Memory
-
-
-def test_what_is_held_by_hand() -> None:
-    """Two rows and two columns of one size; forward holds q, kv and a sum of twice that for each row."""
-    text = "fetch q 1 · fetch kv 1 · meet 0 x 0 · meet 0 x 1 · meet 1 x 0 · meet 1 x 1 · return o 1 · return o 0"
-    parts = tuple(parse_move(line) for line in text.split(" · "))
-    # Own q and kv, the fetched ones, one sum, and what the call gives; later the sum of the other row, for its own.
-    assert held_share(parts, "forward", sizes=ONE_SIZE) == (4 + 2 + 1) / 8
-    together = (*parts[:2], parse_move("meet 0,1 x 0,1"), *parts[6:])
-    assert held_share(together, "forward", sizes=ONE_SIZE) == (4 + 4 + 2) / 8
 
 
 # What it is for

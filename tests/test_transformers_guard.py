@@ -34,36 +34,8 @@ def attention() -> MeshAttention:
     return MeshAttention(LocalGroup(1).comm(0))
 
 
-# Families: a fixed share of tests/campaign/families.py
-
-FAMILIES: list[tuple[str, str, str, str]] = [
-    # Positions that the model counts itself.
-    ("bart", "causal", "padded right", "BartForCausalLM computes its own positions (it ignores position_ids)"),
-    ("pegasus", "causal", "plain", "PegasusForCausalLM computes its own positions (it ignores position_ids)"),
-    ("roberta", "masked", "plain", "RobertaForMaskedLM computes its own positions (without position_ids it does not"),
-    (
-        "opt",
-        "causal",
-        "padded left",
-        "OPTForCausalLM computes its own positions when the batch has padding on the left",
-    ),
-    ("opt", "causal", "padded right", "right"),
-    # Layers that do not pass on positions, or boundaries.
-    ("gpt2", "causal", "packed", "right"),
-    ("stablelm", "causal", "odd", "right"),
-    ("biogpt", "causal", "odd", "right"),
-    ("modernbert", "masked", "plain", "right"),
-    # Attention by other means.
-    ("falcon", "causal", "plain", "FalconForCausalLM does not use transformers' attention interface"),
-    ("rwkv", "causal", "plain", "RwkvForCausalLM does not use transformers' attention interface"),
-    ("mamba", "causal", "plain", "mamba mixes tokens outside of plain attention"),
-    (
-        "deepseek_v32",
-        "causal",
-        "plain",
-        "deepseek_v32 mixes tokens outside of plain attention (layer_types has 'indexed",
-    ),
-    ("qwen3_next", "causal", "plain", "qwen3_next mixes tokens outside of plain attention"),
+FAMILIES = [
+    line for line in Path(__file__).with_name("families.txt").read_text().splitlines() if line[:1] not in ("", "#")
 ]
 
 
@@ -80,11 +52,10 @@ def family_outcome(group: Any, model_type: str, kind: str, batch_name: str) -> s
     return verdict if verdict == "right" else f"{verdict}: {why}"
 
 
-@pytest.mark.parametrize(("model_type", "kind", "batch_name", "expected"), FAMILIES)
-def test_a_family_is_right_or_told_why_not(
-    pool: RankPool, model_type: str, kind: str, batch_name: str, expected: str
-) -> None:
-    for outcome in pool.run(2, family_outcome, model_type, kind, batch_name):
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.partition(":")[0])
+def test_a_family_is_right_or_told_why_not(pool: RankPool, family: str) -> None:
+    case, _, expected = family.partition(": ")
+    for outcome in pool.run(2, family_outcome, *case.split(", ")):
         assert outcome.removeprefix("refused: ").startswith(expected), outcome
 
 

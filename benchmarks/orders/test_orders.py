@@ -16,7 +16,7 @@ from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction
 from mesh_attention.planners.costs import Costs
 from mesh_attention.planners.greedy import OWN_ROW_WEIGHTS, CountedOrder, greedy_moves
 from mesh_attention.planners.schedule_builder import mask_of
-from orders.clocks import Clocks, price_moves
+from orders.clocks import price_moves
 from orders.optimum import optimal_moves
 
 COSTS = st.builds(Costs, **{kind: st.floats(0.05, 12) for kind in KINDS})
@@ -42,42 +42,6 @@ GRADIENTS = (
     "fetch q 1 · fetch do 1 · meet 0 x 0 · fetch kv 1 · meet 1 x 0 · meet 1 x 1 · return dq 1 · meet 0 x 1 · "
     "return dkv 1 · return dq 0 · return dkv 0"
 )
-
-
-@pytest.mark.parametrize(
-    ("text", "tile", "direction", "costs", "clocks"),
-    [
-        # The fetch hides behind the first block; it ends at 0.75.
-        (BEHIND, Tile(1, 2), "forward", Costs(kv=0.75), Clocks(compute=2.0, link=0.75)),
-        # It ends at 3; compute waits for it from 1 on.
-        (BEHIND, Tile(1, 2), "forward", Costs(kv=3.0), Clocks(compute=4.0, link=3.0)),
-        # Posted only when the block before it has ended: 1 + 3, and then a block.
-        (AFTER, Tile(1, 2), "forward", Costs(kv=3.0), Clocks(compute=5.0, link=4.0)),
-        # One transfer at a time: q is here at 1, kv at 1.5. O leaves at 3 and is there at 4.25; compute ends at 4.
-        (TWO_ROWS, Tile(2, 2), "forward", Costs(q=1.0, kv=0.5, o=1.25), Clocks(compute=4.0, link=4.25)),
-        # Row 1 is here at 2 + 1. Posted at 1, kv goes after it: 3 to 7. Blocks end at 4, 8 and 9; dq travels from 8 to
-        # 9.5, and dkv from 9.5 to 10.
-        (
-            GRADIENTS,
-            Tile(2, 2),
-            "backward",
-            Costs(q=2.0, do=1.0, kv=4.0, dq=1.5, dkv=0.5),
-            Clocks(compute=9.0, link=10.0),
-        ),
-        # A call has a price: the own block ends at 1.75; kv 1 is here at 3; its block takes 1.75 as well.
-        (BEHIND, Tile(1, 2), "forward", Costs(kv=3.0, call=0.5, row=0.25), Clocks(compute=4.75, link=3.0)),
-        # A rectangle waits for all of its inputs, and takes its four blocks.
-        (
-            "fetch q 1 · fetch kv 1 · meet 0,1 x 0,1 · return o 1 · return o 0",
-            Tile(2, 2),
-            "forward",
-            Costs(q=1.0, kv=0.5, o=1.25),
-            Clocks(compute=5.5, link=6.75),
-        ),
-    ],
-)
-def test_prices_worked_out_by_hand(text: str, tile: Tile, direction: Direction, costs: Costs, clocks: Clocks) -> None:
-    assert price_moves(moves(text), tile, direction, costs=costs) == clocks
 
 
 # The shortest schedule
