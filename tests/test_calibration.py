@@ -23,7 +23,6 @@ from mesh_attention.clusters import cluster_named, read_cluster
 from mesh_attention.errors import TopologyError
 from mesh_attention.machine.fit import (
     CallTime,
-    Line,
     Measurement,
     MemoryTimes,
     MessageTime,
@@ -111,10 +110,6 @@ def test_whatever_the_times_a_line_rises_from_0_or_above_or_is_refused(points: l
     assert line.slope > 0
 
 
-def test_a_line_that_would_begin_below_0_begins_at_0() -> None:
-    assert fit_line([(1, 1), (2, 4), (4, 16)]) == Line(0.0, pytest.approx((1 + 1 / 2 + 1 / 4) / (1 + 1 / 4 + 1 / 16)))
-
-
 def test_masked_calls_that_are_faster_than_empty_ones_are_refused() -> None:
     calls = [call for call in made_calls(cluster_named("h200").device) if call.direction == "forward"]
     odd = [replace(call, time_s=1e-6) if call.is_causal else call for call in calls]
@@ -135,16 +130,6 @@ def test_kernel_rates_are_found_again(width: int, noise: float, tolerance: float
 def test_without_causal_calls_nothing_is_said_of_them() -> None:
     calls = [call for call in made_calls(cluster_named("a100").device) if not call.is_causal]
     assert fit_kernel_rate([call for call in calls if call.direction == "forward"], width=108).masked == 1.0
-
-
-def test_a_round_that_is_filled_badly_is_not_taken_for_a_slow_kernel() -> None:
-    call = made_calls(cluster_named("h200").device)[0]
-    assert (call.direction, call.heads, call.q_tokens) == ("forward", 32, 512)
-    assert call.filled(128) == 1.0  # 32 heads of 4 runs
-    assert call.filled(127) == 128 / 254  # one is left for a round of its own
-    assert replace(call, q_tokens=500).filled(128) == pytest.approx(500 / 512)
-    assert replace(call, direction="backward", kv_tokens=500).filled(128) == pytest.approx(500 / 512)
-    assert call.filled(1) == 1.0
 
 
 @pytest.mark.parametrize("nics", [1, 2, 4, 8])
@@ -187,11 +172,6 @@ def test_a_link_that_was_not_measured_is_that_of_the_cluster_that_was_named() ->
     assert (links.between, links.nics_per_node) == (other.between, 4)
     none = fit_links([], ranks_per_node=8, unmeasured=replace(other, full_duplex=False))
     assert none == (other.inside, other.between, 8, False)
-
-
-def test_one_rank_alone_has_no_links() -> None:
-    with pytest.raises(TopologyError, match="no link was measured"):
-        fit_links([], ranks_per_node=1, unmeasured=None)
 
 
 def made_measurement(topology: Topology, seen: Callable[[float], float] = float) -> Measurement:

@@ -215,14 +215,6 @@ def test_ring_and_the_lower_bound_are_the_measures_of_the_comparison(
         assert row["against_bound"] == row["received_nbytes"] / bound >= 1
 
 
-def test_what_is_kept_from_forward_has_no_lower_bound_in_backward(run: Run) -> None:
-    def ratios(options: str) -> set[float | None]:
-        return {row["against_bound"] for row in as_json(run(f"{EXAMPLE} {options} --json"))["comparison"]["rows"]}
-
-    assert ratios("--keep kv --backward") == {None}
-    assert None not in ratios("--keep kv") | ratios("--backward")
-
-
 @pytest.mark.parametrize("options", ["--backward --keep kv", "--route ring", "--partials ring", "--blocks-per-call 4"])
 def test_rivals_share_layout_direction_and_schedule_options(run: Run, options: str) -> None:
     line = f"{SMALL} --ranks 8 --causal --layout contiguous {options} --json"
@@ -245,18 +237,6 @@ def test_options_reach_the_plan(run: Run) -> None:
     )
     problem = as_json(run(f"{SMALL} --seq-kv 1k --head-dim-v 16 --json"))["problem"]
     assert (problem["seq_q"], problem["seq_kv"], problem["head_dim_qk"], problem["head_dim_v"]) == (64, 1024, 8, 16)
-
-
-def test_ulysses_is_compared_where_it_fits(run: Run) -> None:
-    def degrees(ranks: int, kv_heads: int) -> list[tuple[str, int]]:
-        line = f"plan --ranks {ranks} --seq 64 --heads 12 --kv-heads {kv_heads} --head-dim 8 --json"
-        rows = as_json(run(line))["comparison"]["rows"]
-        return [(row["method"], row["ulysses"]) for row in rows if row["ulysses"] > 1]
-
-    assert degrees(ranks=8, kv_heads=12) == [("mesh", 4)]
-    assert degrees(ranks=4, kv_heads=12) == [("mesh", 2), ("ulysses", 4)]
-    assert degrees(ranks=3, kv_heads=12) == [("ulysses", 3)]
-    assert degrees(ranks=8, kv_heads=3) == []
 
 
 def test_no_terminal_is_wide_enough_for_more_than_32_shards(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import test_cli
-from rich.console import Console
 from test_cli import Run, as_json
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, parse_plan
@@ -24,7 +23,6 @@ from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import NEAR_TIE, Trial, Tuning, tuning_from_json
 from mesh_attention.tuning.stored import cached_tune
 from mesh_attention.tuning.tune import tune, tuned_plans
-from mesh_attention_lab.cli.terminal import Column, print_table
 from mesh_attention_lab.cli.tune import explicit_code
 from mesh_attention_lab.comparison import choice_without_costs, usual_ring_plan
 from mesh_attention_lab.drawing.charts import ChartPoint
@@ -397,13 +395,3 @@ def test_simulate_writes_a_trace(run: Run, tmp_path: Path) -> None:
 
 
 # Parts
-
-
-def test_words_are_wrapped_and_what_was_indented_stays_so(capsys: pytest.CaptureFixture[str]) -> None:
-    columns = [
-        Column(header="words", cells=["one\n  two three four"], least_width=11, is_text=True),
-        Column(header="n", cells=["1"]),
-    ]
-    for width, lines in ((14, ["one", "  two three", "  four"]), (40, ["one", "  two three four"])):
-        print_table(Console(width=width), columns)
-        assert [line.removesuffix("1").rstrip() for line in capsys.readouterr().out.splitlines()[2:]] == lines

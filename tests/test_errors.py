@@ -37,7 +37,7 @@ def _answer(source: str, names: dict[str, Any]) -> list[str]:
             exec(compile(f"{source}\n", "session", "single"), names)
     except (ValueError, DisagreementError) as error:
         return f"{type(error).__name__}: {error}".splitlines()
-    return printed.getvalue().splitlines()
+    return [line.rstrip() for line in printed.getvalue().splitlines()]
 
 
 def sessions() -> Iterator[Any]:

@@ -7,7 +7,7 @@ meaning, are the ones that test the rules, so most kinds here are aimed at one r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from random import Random
@@ -244,68 +244,38 @@ def change_a_peer(edit: _Edit) -> None:
 
 
 def insert_a_step(edit: _Edit) -> None:
+    """A step of the plan with another item, or one that goes with an item."""
     rng, program = edit.rng, edit.programs[edit.rank()]
-    item, peer = edit.item(), rng.randrange(edit.ranks)
-    made: Step = rng.choice(
-        (
-            steps.Clear(item._replace(form="running", source=None)),
-            steps.Finish(item),
-            steps.Finish(item._replace(form=rng.choice(("home", "whole")), source=None)),
-            steps.Merge(item),
-            steps.Free(item),
-            steps.Recv(item, peer),
-            steps.Send(item, peer),
-            steps.Pack(item._replace(form="home"), item._replace(form="whole")),
-            steps.Attend((edit.item(),), (item,)),
-            steps.Collective("gather", tuple(range(edit.ranks)), (), ()),
-            steps.Pack(item._replace(source=None), item),
-            steps.Decode((edit.item(),), item, (edit.item(),)),
-            steps.Combine(tuple(item._replace(source=rank) for rank in range(edit.ranks)), edit.item()),
-        )
-    )
-    program.insert(rng.randrange(len(program) + 1), made)
+    item, at, ranks = edit.item(), edit.at(*_STEPS), range(edit.ranks)
+    own, whole, total = (item._replace(form=form, source=None) for form in ("home", "whole", "running"))
+    made: list[Step] = [steps.Clear(total), steps.Finish(own), steps.Finish(whole), steps.Merge(item), steps.Free(item)]
+    made += [steps.Recv(item, rng.choice(ranks)), steps.Send(item, rng.choice(ranks)), steps.Pack(own, whole)]
+    made += [
+        steps.Pack(whole, item),
+        steps.Attend((edit.item(),), (item,)),
+        steps.Collective("gather", (*ranks,), (), ()),
+    ]
+    made += [steps.Decode((edit.item(),), item, (edit.item(),))]
+    made += [steps.Combine(tuple(item._replace(source=rank) for rank in ranks), edit.item())]
+    if at is not None:
+        step = edit.programs[at[0]][at[1]]
+        made += [renamed(step, {old: item}) for old in edit.items([step])]
+    program.insert(rng.randrange(len(program) + 1), rng.choice(made))
+
+
+NONSENSE: tuple[Any, ...] = (
+    *(None, -1, 10**6, 10**30, "1", 1.0, True, "q0", "free kv0", "scatter", (), (None,), ("q", 0, "whole", None)),
+    *(Item("x", 0), Item("q", -1), Item("o", 0, "lost"), Item("o", 0, "whole", True), [Item("q", 0)]),  # type: ignore[arg-type]
+)
 
 
 def insert_nonsense(edit: _Edit) -> None:
-    """Steps whose types are right but whose values are not, and worse."""
-    rng, program = edit.rng, edit.programs[edit.rank()]
-    number = rng.choice((-1, 10**6, 10**30, None, "1", 1.0, True, edit.ranks, edit.places))
-    item: Any = rng.choice(
-        (
-            Item("q", number),  # type: ignore[arg-type]
-            Item("x", 0),  # type: ignore[arg-type]
-            Item("o", 0, "lost"),  # type: ignore[arg-type]
-            Item("o", 0, "whole", number),  # type: ignore[arg-type]
-            ("q", 0, "whole", None),
-            "q0",
-            None,
-        )
-    )
-    made: Any = rng.choice(
-        (
-            steps.Free(item),
-            steps.Finish(item),
-            steps.Clear(item),
-            steps.Merge(item),
-            steps.Send(item, 0),
-            steps.Recv(Item("kv", 0), number),  # type: ignore[arg-type]
-            steps.Attend((item,), (Item("kv", 0),)),
-            steps.Attend([Item("q", 0)], (Item("kv", 0),)),  # type: ignore[arg-type]
-            steps.Attend((), ()),
-            steps.Decode((), Item("kv", 0, "home"), ()),
-            steps.Decode((Item("q", 0),), item, (Item("o", 0),)),
-            steps.Combine((), Item("o", 0, "total")),
-            steps.Combine(item, item),
-            steps.Collective("scatter", (0,), (), ()),  # type: ignore[arg-type]
-            steps.Collective("gather", (number,), (), ()),  # type: ignore[arg-type]
-            steps.Collective("gather", (0,), (item,), ()),
-            steps.Exchange(item, Item("q", 0), (0,), (), ()),
-            steps.Pack(item, item),
-            "free kv0",
-            None,
-            item,
-        )
-    )
+    """A step with a field that makes no sense, or no step at all."""
+    rng, program, at = edit.rng, edit.programs[edit.rank()], edit.at(*_STEPS)
+    made = rng.choice(NONSENSE)
+    if at is not None and rng.random() < 0.9:
+        step = edit.programs[at[0]][at[1]]
+        made = replace(step, **{rng.choice(fields(step)).name: made})
     program.insert(rng.randrange(len(program) + 1), made)
 
 
