@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,14 +16,11 @@ from mesh_attention import (
     LocalGroup,
     MeshAttention,
     MeshAttentionError,
-    Problem,
     TransportError,
     UsageError,
-    make_plan,
 )
 from mesh_attention.api import _SETTINGS
 from mesh_attention.execution import autograd
-from mesh_attention.plan.layout import Zigzag
 from mesh_attention_lab.testing.wrappers import Counting, Failing
 
 
@@ -55,30 +50,6 @@ def mixed(which: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
         return inputs
 
     return make
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (torch.Tensor.to_sparse, "layout torch.sparse_coo; expected a dense tensor"),
-        (torch.Tensor.to_mkldnn, "layout torch._mkldnn; expected a dense tensor"),
-        (lambda t: torch.nested.nested_tensor([t[0]]), "a nested tensor; expected a dense tensor"),
-        (lambda t: torch.nested.nested_tensor([t[0]], layout=torch.jagged), "a nested tensor; expected a dense tensor"),
-        (lambda t: t.to("meta"), "on meta"),
-        (lambda t: FakeTensorMode().from_tensor(t), "got a FakeTensor, which holds no numbers of its own"),
-        (lambda t: TwoTensor(t, t), "got a TwoTensor, which holds no numbers of its own"),
-    ],
-    ids=["sparse", "mkldnn", "nested", "jagged", "meta", "fake", "wrapper"],
-)
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_tensors_that_are_not_plain_numbers_in_memory_are_refused(change: Any, message: str) -> None:
-    for which in ((2,), (0, 1, 2)):
-        inputs = tensors()
-        for side in which:
-            inputs[side] = [change(t) for t in inputs[side]]
-        with pytest.raises(UsageError) as caught:
-            attend(inputs=lambda inputs=inputs: inputs)  # type: ignore[misc]
-        assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("group", [LocalGroup(4), LocalGroup(1).comm(0)], ids=["4 ranks", "1 rank"])
@@ -272,11 +243,3 @@ def test_no_group_gives_an_error_of_python(group: Any) -> None:
 def test_a_local_group_has_a_number_of_ranks(size: Any) -> None:
     with pytest.raises(UsageError, match="expected a number of ranks, at least 1"):
         LocalGroup(size)
-
-
-def test_a_choice_may_stand_beside_options_that_are_left_open() -> None:
-    assert MeshAttention(LocalGroup(2), choice="ring", layout=None, tile=None).layout == Zigzag()
-    assert (
-        make_plan(Problem.self_attention(seq_len=8, heads=2, head_dim=8, ranks=2), "ring", layout=None).method == "ring"
-    )
-    assert MeshAttention(LocalGroup(2), keep=["q", "kv"])._has_operator is False

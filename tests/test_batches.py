@@ -62,78 +62,9 @@ def test_every_token_is_beside_its_label_and_position(case: tuple[dict[str, Any]
         assert not part["use_cache"]
 
 
-def test_padding_predicts_nothing_and_its_mask_stays_whole() -> None:
-    ids = torch.arange(1, 17).reshape(2, 8)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0]])
-    parts = cut({"input_ids": ids, "labels": ids, "attention_mask": mask}, 2)
-    assert torch.equal(
-        joined(parts, "shift_labels") != -100, torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0], [1] * 5 + [0] * 3]) > 0
-    )
-    for part in parts:
-        assert torch.equal(part["attention_mask"], mask)
-        assert part["num_items_in_batch"] == 10
-
-
-def test_position_ids_that_restart_are_documents() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]])
-    for part in cut({"input_ids": torch.ones(2, 8, dtype=torch.long), "position_ids": positions}, 2):
-        assert part["cu_seq_lens_q"] == part["cu_seq_lens_k"] == (0, 3, 5, 8, 16)
-        assert part["max_length_q"] == part["max_length_k"] == 8
-        assert "labels" not in part
-        assert part["position_ids"].shape == (2, 4)
-
-
-@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
-def test_the_last_token_of_a_document_predicts_nothing(by: str) -> None:
-    ids = torch.arange(1, 17).reshape(2, 8)
-    marks: dict[str, Any] = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]])}
-    if by == "cu_seq_lens":
-        marks = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), (0, 3, 5, 8, 16))
-    parts = cut({"input_ids": ids, "labels": ids, **marks}, 2)
-    none = -100
-    due = [[2, 3, none, 5, none, 7, 8, none], [10, 11, 12, 13, 14, 15, 16, none]]
-    assert joined(parts, "shift_labels").tolist() == due
-    assert all(part["num_items_in_batch"] == 12 for part in parts)
-    parts = cut({"input_ids": ids, "shift_labels": ids, **marks}, 2)
-    assert torch.equal(joined(parts, "shift_labels"), ids)  # these say themselves what each token predicts
-
-
-def test_position_ids_of_left_padding_are_no_documents() -> None:
-    positions, mask = torch.tensor([[1, 1, 0, 1, 2, 3]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
-    ids = torch.ones(1, 6, dtype=torch.long)
-    (part,) = cut({"input_ids": ids, "position_ids": positions, "attention_mask": mask}, 1)
-    assert part["cu_seq_lens_q"] == (0, 6)
-
-
-def test_embeddings_and_shifted_labels_are_taken_as_well() -> None:
-    embeddings, shifted = torch.randn(2, 7, 3), torch.randint(0, 9, (2, 7))
-    parts = cut({"inputs_embeds": embeddings, "shift_labels": shifted}, 3)
-    assert torch.equal(joined(parts, "inputs_embeds"), embeddings)
-    assert torch.equal(joined(parts, "shift_labels"), shifted)
-    assert all(part["num_items_in_batch"] == 14 for part in parts)
-
-
 # What is refused; tests/golden/python/batches.txt has the messages
 
 IDS = torch.ones(2, 8, dtype=torch.long)
-
-
-def test_a_batch_may_lack_labels_if_others_have_some() -> None:
-    attention = MeshAttention(LocalGroup(2).comm(0))
-    batch = {"input_ids": IDS, "labels": torch.full_like(IDS, -100)}
-    local = shard_batch(attention, batch, is_compared=False, may_lack_labels=True)
-    assert local["num_items_in_batch"] == 0
-    assert (local["shift_labels"] == -100).all()
-
-
-def test_labels_of_the_tokens_themselves_are_not_shifted() -> None:
-    attention = MeshAttention(LocalGroup(2).comm(0))
-    labels, mask = torch.arange(16).reshape(2, 8), torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
-    batch = {"input_ids": IDS, "labels": labels, "attention_mask": mask}
-    local = shard_batch(attention, batch, shift_labels=False, is_compared=False)
-    assert torch.equal(local["labels"], attention.shard(labels.masked_fill(mask == 0, -100)))
-    assert "shift_labels" not in local
-    assert local["num_items_in_batch"] == 13
 
 
 def cut_differently(group: Any, difference: str) -> str:

@@ -373,24 +373,19 @@ def test_one_rank_measures_its_kernels_and_is_given_links(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "gpus", "message"),
+    ("ranks", "gpus", "started", "message"),
     [
-        (2, 1, "2 ranks, but this machine has 1 GPU: expected one for each rank; use 1 rank, or"),
-        (9, 8, "9 ranks, but this machine has 8 GPUs: expected one for each rank; use 8 ranks, or"),
+        (2, 1, 0, "2 ranks, but this machine has 1 GPU: expected one for each rank; use 1 rank, or"),
+        (9, 8, 0, "9 ranks, but this machine has 8 GPUs: expected one for each rank; use 8 ranks, or"),
+        (8, 8, 16, "--ranks 8: torchrun started 16 ranks; leave --ranks out"),
     ],
 )
-def test_ranks_do_not_share_a_gpu(
-    ranks: int, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_ranks_do_not_share_a_gpu_and_are_those_that_torchrun_started(
+    ranks: int, gpus: int, started: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if started:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(started))
     assert main(["calibrate", "--ranks", str(ranks)]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_under_torchrun_the_ranks_are_those_that_are_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    assert main(["calibrate", "--ranks", "8"]) == 2
-    assert "--ranks 8: torchrun started 16 ranks; leave --ranks out" in capsys.readouterr().err

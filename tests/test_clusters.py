@@ -31,12 +31,6 @@ def test_a_preset_is_known_by_its_name(name: str) -> None:
     assert cluster_named(f"{name}x24") == preset.with_ranks(24)
 
 
-@pytest.mark.parametrize("text", ["mi300x256", "mi300xx256", " MI300X256 "])
-def test_a_name_that_ends_in_x_needs_no_second_one(text: str) -> None:
-    topology = cluster_named(text)
-    assert (topology.name, topology.ranks, topology.nodes) == ("mi300x", 256, 32)
-
-
 @pytest.mark.parametrize(("tokens", "tflops"), [(1024, 512), (8192, 657)])
 def test_the_h200_forecasts_the_calls_that_were_measured(tokens: int, tflops: float) -> None:
     rate = cluster_named("h200").device.forward

@@ -234,13 +234,6 @@ def test_aligned_copies_only_what_it_must() -> None:
         assert copy.data_ptr() != odd.data_ptr()
 
 
-def test_slices_keep_to_their_memory() -> None:
-    q, k = torch.empty(2, 4, 100, 8), torch.empty(2, 1, 50, 8)
-    slices = list(ReferenceKernel(nbytes=2 * 4 * 50 * 4 * 30)._slices(q, k))
-    assert slices == [slice(0, 30), slice(30, 60), slice(60, 90), slice(90, 100)]
-    assert len(list(ReferenceKernel(nbytes=1)._slices(q, k))) == 100
-
-
 def demand(**changes: object) -> Demand:
     plain: dict[str, object] = {"device": "cuda", "dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128}
     return Demand(**(plain | {"softcap": 0.0, "lse_gradient": False} | changes))  # type: ignore[arg-type]

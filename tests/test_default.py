@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from mesh_attention.errors import TopologyError
 from mesh_attention.execution import engine
 from mesh_attention.execution.autograd import attend as attend_with
 from mesh_attention.machine import tuned_strategy
-from mesh_attention.machine.tuned_strategy import TunedStrategy
 from mesh_attention.plan.layout import Listed, Zigzag, join, position_ids, shifted
 from mesh_attention.planners.choice import Choice
 
@@ -203,34 +201,6 @@ def test_rank_0_logs_one_line_for_a_choice(cluster: str | None, parts: tuple[str
     (line,) = first
     for part in (*parts, 'to decide yourself: MeshAttention(group, choice="…")'):
         assert part in line, line
-
-
-# Where prices count
-
-
-class _Comm:
-    rank, size = 0, 4
-
-    def __init__(self, *, is_capturable: bool) -> None:
-        self.is_capturable = is_capturable
-
-
-@pytest.mark.parametrize(
-    ("device", "is_nccl", "cluster", "is_shared"),
-    [
-        ("cpu", False, None, False),
-        ("cuda", False, None, False),
-        ("cuda", True, None, True),
-        ("cpu", False, "measure", True),
-        ("cuda", False, "measure", True),
-    ],
-)
-def test_prices_count_on_nccl_and_where_they_are_asked_for(
-    device: str, is_nccl: bool, cluster: Any, is_shared: bool
-) -> None:
-    strategy = TunedStrategy(Zigzag(), cluster, None, 0)
-    talk = SimpleNamespace(comm=_Comm(is_capturable=is_nccl), device=torch.device(device))
-    assert strategy._is_cost_based(talk) == is_shared  # type: ignore[arg-type]
 
 
 def test_in_one_process_the_default_is_volume_based_and_what_is_decided_stays() -> None:

@@ -14,12 +14,10 @@ from page_scenes import unpacked
 from test_cli import Run, as_json
 
 from mesh_attention import Plan, Problem, causal, cluster_named, make_plan
-from mesh_attention.plan.format import format_step
-from mesh_attention.plan.steps import Attend
 from mesh_attention_lab import scenes
 from mesh_attention_lab.drawing.page import Scene
 from mesh_attention_lab.drawing.trace import to_perfetto
-from mesh_attention_lab.scenes import explorer_scenes, rival_scenes, scene_of, timelines_of
+from mesh_attention_lab.scenes import explorer_scenes, scene_of, timelines_of
 
 SIZES = "--seq 4k --heads 8 --kv-heads 4 --head-dim 64 --causal"
 DRAW = f"draw --ranks 4 --tile 2x2 {SIZES}"
@@ -29,33 +27,6 @@ def plan_of(ranks: int, **options: Any) -> Plan:
     mask = options.pop("mask", causal())
     problem = Problem.self_attention(seq_len=131072, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=mask)
     return make_plan(problem, **options)
-
-
-# Scenes
-
-
-def test_the_main_methods_are_scenes() -> None:
-    problem = plan_of(16).problem
-    found = list(
-        rival_scenes(
-            problem, cluster_named("h100x16"), layout=None, directions=("forward",), report=lambda *progress: None
-        )
-    )
-    chosen = [(scene.method, scene.tile) for scene in found]
-    assert chosen == [
-        ("ring", "1x16"),
-        ("attention2d", "2x8"),
-        ("mesh", "2x8"),
-        ("mesh", "4x4"),
-        ("mesh", "8x2"),
-        ("ulysses+mesh", "4·2x2"),
-    ]
-    for scene in found:
-        spans = scene.forecasts["forward"].spans
-        assert {span.rank for span in spans} == set(range(16))
-        names = {span.name for span in spans if span.rank == 5 and span.name.startswith("attend")}
-        steps = scene.plans["forward"].program(5).steps
-        assert names == {format_step(step) for step in steps if isinstance(step, Attend)}
 
 
 # The command

@@ -36,7 +36,7 @@ def _answer(source: str, names: dict[str, Any]) -> list[str]:
         with contextlib.redirect_stdout(printed):
             exec(compile(f"{source}\n", "session", "single"), names)
     except (ValueError, DisagreementError) as error:
-        return f"{type(error).__name__}: {error}".splitlines()
+        return f"{type(error).__name__}: {error}".replace("\0", r"\0").splitlines()
     return [line.rstrip() for line in printed.getvalue().splitlines()]
 
 

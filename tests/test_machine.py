@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,9 +71,6 @@ def test_equal_runs_of_hosts_are_nodes_even_if_the_last_is_smaller(nodes: int, s
     assert ranks_per_node(hosts[: len(hosts) - cut]) == size
 
 
-# Devices
-
-
 # Files
 
 
@@ -99,13 +95,7 @@ def test_a_file_that_cannot_be_read_is_not_used(caplog: pytest.LogCaptureFixture
     assert "it is not used" in caplog.text
 
 
-def measured_file_with(setting: str, facts: Sequence[Facts]) -> Path | None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(setting, "1")
-        return measured_file(problem_of(2), facts, "nccl")
-
-
-def test_a_measurement_is_kept_for_the_same_ranks_only() -> None:
+def test_a_measurement_is_kept_for_the_same_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     facts, topology = ranks_on("a boot1", "a boot1"), cluster_named("h200x2")
     path = measured_file(problem_of(2), facts, "nccl")
     assert read_kept(path) is None
@@ -115,10 +105,10 @@ def test_a_measurement_is_kept_for_the_same_ranks_only() -> None:
     others = [
         measured_file(problem_of(2), ranks_on("b", "b"), "nccl"),
         measured_file(problem_of(2), facts, "gloo"),
-        measured_file_with("NCCL_P2P_DISABLE", facts),
         measured_file(replace(problem_of(2), dtype="float32"), facts, "nccl"),
     ]
-    assert path not in others
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert path not in (*others, measured_file(problem_of(2), facts, "nccl"))
 
 
 def test_calibrate_keeps_its_file_where_groups_look(

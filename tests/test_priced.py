@@ -157,9 +157,6 @@ def test_two_engines_agree_on_cost_based_plans(
     assert at_once.time_s == pytest.approx(by_events.time_s)
 
 
-# Memory
-
-
 # What it is for
 
 

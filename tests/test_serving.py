@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import shared_pool
-from serving_cases import HEAD_DIM, HEADS, KV_HEADS, VALUE_DIM, Model, layers_of
+from serving_cases import HEAD_DIM, HEADS, KV_HEADS, VALUE_DIM, Model, cache_of, layers_of
 from strategies import plans_of
 from torch import Tensor
 
@@ -48,13 +48,11 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
     layout = data.draw(st.sampled_from(["zigzag", "striped", "contiguous", "chunks"]))
     windows = data.draw(st.sampled_from([(None,), (None, 5), (0, None, 9)]))
     model = Model(
-        ShardedCache(
+        cache_of(
             MeshAttention(LocalGroup(ranks), layout=layout),
-            layers_of(windows),
+            windows,
             tokens=400,
             sequences=6,
-            dtype=torch.float64,
-            device="cpu",
             block_tokens=data.draw(st.sampled_from([1, 3, 8])),
             max_rollback=data.draw(st.sampled_from([0, 4])),
         ),
@@ -91,12 +89,8 @@ def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObj
     assert model.error < 1e-12
 
 
-def local_cache(dtype: torch.dtype = torch.float64) -> ShardedCache:
-    return ShardedCache(MeshAttention(LocalGroup(3)), layers_of((None, 3)), tokens=200, sequences=2, dtype=dtype)
-
-
 def test_a_prompt_of_the_same_length_is_planned_once() -> None:
-    cache = local_cache()
+    cache = cache_of(3, (None, 3))
     model = Model(cache)
     for length in (20, 20, 31, 20):
         number = model.new()
@@ -109,15 +103,7 @@ def test_a_prompt_of_the_same_length_is_planned_once() -> None:
 
 def test_a_turn_with_a_longer_past_takes_the_plan_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until pasts have doubled. The turns of windows are not told apart from others of their layout."""
-    cache = ShardedCache(
-        MeshAttention(LocalGroup(3)),
-        layers_of([None, None]),
-        tokens=999,
-        sequences=2,
-        dtype=torch.float64,
-        device="cpu",
-    )
-    model = Model(cache)
+    model = Model(cache_of(3, [None, None], tokens=999))
     chats = [model.new(), model.new()]
     model.prefill(dict.fromkeys(chats, 3 * 64))
     compiled = []
@@ -140,9 +126,7 @@ def test_a_stretched_program_is_the_one_of_the_longer_turn(data: st.DataObject) 
     """Whether or not keys that all queries see get calls of their own, which depends on how many there are."""
     ranks = data.draw(st.integers(1, 8))
     layout = data.draw(st.sampled_from(["zigzag", "striped", "contiguous", "chunks"]))
-    cache = ShardedCache(
-        MeshAttention(LocalGroup(ranks), layout=layout), layers_of([None]), tokens=999, sequences=3, device="cpu"
-    )
+    cache = cache_of(MeshAttention(LocalGroup(ranks), layout=layout), tokens=999, dtype=torch.bfloat16)
     chats = [cache.new() for _ in range(data.draw(st.integers(1, 3)))]
     for chat in chats:
         for tokens in data.draw(st.lists(st.integers(1, 40), max_size=3)):
@@ -172,7 +156,7 @@ def comparable(compiled: Compiled) -> list[object]:
 
 
 def test_a_plan_does_not_see_in_how_many_pieces_keys_were_cached() -> None:
-    cache = local_cache()
+    cache = cache_of(3, (None, 3))
     model = Model(cache)
     chats = [model.new(), model.new()]
     segments = []
@@ -187,7 +171,7 @@ def test_a_plan_does_not_see_in_how_many_pieces_keys_were_cached() -> None:
 
 
 def test_a_recording_ends_with_its_block_also_for_turns() -> None:
-    cache = local_cache()
+    cache = cache_of(3, (None, 3))
     number = cache.new()
     turn = cache.prefill({number: 20})
     q, k, v = (
@@ -204,7 +188,7 @@ def test_a_recording_ends_with_its_block_also_for_turns() -> None:
 
 
 def test_autocast_does_not_reach_a_turn_or_a_step() -> None:
-    model = Model(local_cache(torch.float32))
+    model = Model(cache_of(3, (None, 3), dtype=torch.float32))
     chat = model.new()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model.prefill({chat: 20})
@@ -218,9 +202,7 @@ def test_autocast_does_not_reach_a_turn_or_a_step() -> None:
 def serve(group: Any, seed: int, windows: Sequence[int | None], layout: str) -> float:
     """A conversation of two sequences on real ranks; this rank's largest error."""
     attention = MeshAttention(group, layout=layout)  # type: ignore[arg-type]
-    cache = ShardedCache(
-        attention, layers_of(windows), tokens=200, sequences=3, dtype=torch.float64, device="cpu", block_tokens=4
-    )
+    cache = cache_of(attention, windows, block_tokens=4)
     model = Model(cache, softcap=1.5, seed=seed)
     first, second = model.new(), model.new()
     model.prefill({first: 37, second: 3})
@@ -265,10 +247,7 @@ def do_something_else(_: Any, difference: str) -> str | None:
     is_known = difference.endswith("known turn")
     dtype = torch.bfloat16 if differs["dtype"] else torch.float16
     attention = MeshAttention(group)
-    caches = [
-        ShardedCache(attention, layers_of([None, None]), tokens=64, sequences=3, dtype=dtype, device="cpu")
-        for _ in range(2)
-    ]
+    caches = [cache_of(attention, [None, None], tokens=64, dtype=dtype) for _ in range(2)]
     heads = 2 if differs["heads"] else 4
     shapes = ((heads, 4), *SHAPES[1:])
     try:
@@ -314,24 +293,11 @@ def test_ranks_whose_steps_or_turns_differ_raise(difference: str) -> None:
 # Bytes
 
 
-def cache_of(ranks: int, *, tokens: int = 256, sequences: int = 4, **options: Any) -> ShardedCache:
-    windows = options.pop("windows", [None])
-    return ShardedCache(
-        MeshAttention(LocalGroup(ranks)),
-        layers_of(windows),
-        tokens=tokens,
-        sequences=sequences,
-        dtype=torch.float64,
-        device="cpu",
-        **options,
-    )
-
-
 @given(st.integers(1, 12), st.integers(1, 2000), st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 16, 64]))
 def test_a_rank_holds_its_share_of_the_tokens_and_a_block_a_sequence(
     ranks: int, tokens: int, sequences: int, layers: int, block: int
 ) -> None:
-    cache = cache_of(ranks, tokens=tokens, sequences=sequences, windows=[None] * layers, block_tokens=block)
+    cache = cache_of(ranks, [None] * layers, tokens=tokens, sequences=sequences, block_tokens=block)
     a_token = layers * 2 * (4 + 3) * 8
     share = -(-tokens // ranks)
     # Besides the share: a block a sequence, one that is not full, and one for what other ranks hold.
@@ -367,9 +333,7 @@ def test_ranks_differ_by_at_most_a_token_and_every_position_has_a_home(
 def test_a_step_sends_the_bytes_of_its_plan(ranks: int, new_tokens: int, queries: str, combine: str) -> None:
     group = LocalGroup(ranks)
     counting = [Counting(group.comm(rank)) for rank in range(ranks)]
-    cache = ShardedCache(
-        MeshAttention(counting), layers_of([None]), tokens=99, sequences=5, dtype=torch.float64, device="cpu"
-    )
+    cache = cache_of(MeshAttention(counting), sequences=5)
     model = Model(cache)
     sequences = [model.new() for _ in range(5)]
     model.decode(sequences, new_tokens, queries=queries, combine=combine)

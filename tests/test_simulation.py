@@ -1,4 +1,4 @@
-"""Forecasts: prices and small timelines worked by hand, and two engines that must come to the same times."""
+"""Forecasts: small timelines worked by hand, and two engines that must come to the same times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mesh_attention.simulation.jobs import rank_jobs
 from mesh_attention.simulation.lockstep import classes_by_timeline, singleton_classes
 from mesh_attention.simulation.simulate import Simulation, simulate
 from mesh_attention.timeline import Span, Timeline
-from mesh_attention.topology import Device, KernelRate, Link, Topology, filled
+from mesh_attention.topology import Device, KernelRate, Link, Topology
 
 RATE = KernelRate(tflops=1.0, call_us=0.0)
 DEVICE = Device(forward=RATE, backward=RATE, memory_gb_per_s=1e6, memory_gib=80)
@@ -54,27 +54,6 @@ def problem(ranks: int, *, seq: int = 1024, **changes: object) -> Problem:
 def by_events(plan: Plan, cluster: Topology) -> Timeline:
     prices, every_rank = Prices(cluster.device, plan.matrix, plan.direction), range(plan.problem.ranks)
     return Simulation(plan, cluster, prices, every_rank, None, lambda *progress: None).by_events()
-
-
-# Prices
-
-
-def test_a_kernel_costs_its_call_and_its_operations() -> None:
-    device = replace(DEVICE, forward=KernelRate(tflops=2.0, call_us=7.0, masked=0.5))
-    assert call_seconds(device) == pytest.approx(7e-6 + 1000 / 2e12)
-    assert call_seconds(device, is_masked=True) == pytest.approx(7e-6 + 1000 / 1e12)
-
-
-def test_a_wide_device_is_slower_where_its_last_round_is_not_full() -> None:
-    device = replace(DEVICE, width=10)
-    # 4 heads × 256 tokens are 8 runs: one round of 10, of which 8 work. 384 tokens are 12 runs in two rounds of 10.
-    assert filled(10, heads=4, tokens=256) == pytest.approx(0.8)
-    assert filled(10, heads=4, tokens=384) == pytest.approx(0.6)
-    assert call_seconds(device) == pytest.approx(call_seconds(DEVICE) / 0.8)
-
-
-def call_seconds(device: Device, *, is_masked: bool = False) -> float:
-    return device.call_seconds("forward", heads=4, q_tokens=256, kv_tokens=64, flops=1000, is_masked=is_masked)
 
 
 # Timelines worked by hand

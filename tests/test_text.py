@@ -1,4 +1,4 @@
-"""Text reads back to the same plan, and golden plans are what they were."""
+"""Text reads back to the same plan and size, and golden plans are what they were."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies import plans
 
 from mesh_attention import Plan, Problem, causal, documents, make_plan, parse_plan, window
+from mesh_attention.units import format_size
+from mesh_attention_lab.cli.options import parse_size
 
 
 def examples() -> dict[str, Plan]:
@@ -52,3 +55,8 @@ def test_golden_plans_are_what_they_were(name: str, golden: Callable[[str, str],
     plan = examples()[name]
     written = "\n".join([str(plan), *(str(plan.program(rank)) for rank in (0, plan.problem.ranks - 1))]) + "\n"
     golden(f"{name}.txt", written)
+
+
+@given(st.integers(0, 1 << 40) | st.integers(0, 1 << 20).map((1 << 10).__mul__))
+def test_a_size_reads_as_it_is_written(size: int) -> None:
+    assert parse_size(format_size(size).replace(",", "")) == size

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from emulation.contenders import Job, choose_methods, default_methods, plans_of, sent_nbytes
+from emulation.contenders import Job, default_methods, plans_of
 from emulation.network import (
     PREFIX,
     Cluster,
     exit_on_signals,
     namespaces,
-    parse_rate,
     remove_leftovers,
     why_not,
 )
@@ -203,51 +202,7 @@ def test_links_are_limited_and_ranks_know_their_place(tmp_path: Path) -> None:
     assert "tbf" not in (tmp_path / "free" / "rank3.log").read_text()
 
 
-@pytest.mark.parametrize(("text", "bits"), [("200mbit", 200e6), ("2.5gbit", 2.5e9), ("64k", 64e3), ("0", 0)])
-def test_rates_are_read(text: str, bits: float) -> None:
-    assert parse_rate(text) == bits
-
-
-def test_what_is_no_rate_is_refused() -> None:
-    with pytest.raises(ValueError, match="rate 'fast': expected a number such as 200mbit"):
-        parse_rate("fast")
-
-
-# What is compared
-
-
-def test_methods_are_those_that_move_the_least() -> None:
-    problem = replace(JOB, heads=8, kv_heads=8).problem(16)
-    methods = default_methods(problem, ["forward"])
-    assert list(methods) == ["ring", "mesh", "attention2d", "ulysses-mesh", "usp", "all-gather"]
-    assert methods["ulysses-mesh"] == {"method": "mesh", "ulysses_degree": 4, "tile": "2x2"}
-    assert methods["usp"] == {"method": "ring", "ulysses_degree": 8}
-    assert [str(plans_of(problem, methods[name], ["forward"])[0].assignment.tile) for name in methods] == [
-        *("1x16", "4x4", "4x4", "2x2", "1x2", "1x16")
-    ]
-
-
-def test_methods_of_ones_own_are_json() -> None:
-    known = default_methods(JOB.problem(4), ["forward"])
-    chosen = choose_methods(["mesh", 'flat={"tile": "1x4"}'], known)
-    assert chosen == {"mesh": {"method": "mesh"}, "flat": {"tile": "1x4"}}
-    with pytest.raises(ValueError, match="method 'mash': expected one of ring, mesh"):
-        choose_methods(["mash"], known)
-    with pytest.raises(ValueError, match="its options are not JSON"):
-        choose_methods(["flat=1x4"], known)
-
-
-def test_a_node_sends_what_its_ranks_send_less_what_stays_inside() -> None:
-    problem = JOB.problem(4)
-    plans = plans_of(problem, {"method": "ring", "route": "ring"}, ["forward"])
-    alone = sent_nbytes(plans, ranks_per_node=1)
-    assert alone == [rank_costs(plans[0], rank).sent_nbytes for rank in range(4)]
-    # Along the ring, of the two ranks of a node one sends to the other and one sends out.
-    assert sent_nbytes(plans, ranks_per_node=2) == alone[:2]
-    assert sent_nbytes(plans, ranks_per_node=4) == [0]
-
-
-# The benchmark
+# The benchmark; what it compares, and how rates are read, is in tests/golden/python/emulation.txt
 
 
 @needs_network

@@ -301,17 +301,16 @@ def _next(connection: Connection, within_s: float) -> Any:
 
 
 HEAD = "| one rank of four | who raises | after | what the first of them says | can be destroyed |"
-BEGIN, END = "<!-- nccl -->", "<!-- end of nccl -->"
 
 
 def table(found: Sequence[Found]) -> str:
     return "\n".join([HEAD, "| --- | --- | --- | --- | --- |", *(one.row for one in found)])
 
 
-def write(path: Path, text: str) -> None:
-    """Put the table between its two marks in a page."""
-    page = path.read_text()
-    path.write_text(f"{page[: page.index(BEGIN)]}{BEGIN}\n\n{text}\n\n{page[page.index(END) :]}")
+def write(path: Path, name: str, text: str) -> None:
+    """Put a table between its two marks in a page."""
+    page, begin, end = path.read_text(), f"<!-- {name} -->", f"<!-- end of {name} -->"
+    path.write_text(f"{page[: page.index(begin)]}{begin}\n\n{text}\n\n{page[page.index(end) :]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -328,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for breach in one.breaches:
             print(f"{one.fault}: {breach}")
     if given.write is not None:
-        write(given.write, table(found))
+        write(given.write, "nccl", table(found))
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(one) for one in found]))
     broken = sum(bool(one.breaches) for one in found)

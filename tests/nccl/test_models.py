@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_composition import CASES, train
-from test_context_parallel import step_errors
+from test_context_parallel import sdpa_errors
 from test_dtensors import one_axis_errors
 from torch import Tensor
 from training_model import TOKENS, VOCABULARY, Model, plain_attention
@@ -33,9 +33,9 @@ def test_parameters_after_training_are_those_of_a_single_process(rig: Rig, case:
             assert error <= 1e-9, (name, error)
 
 
-def test_a_script_for_torchs_context_parallel_equals_one_process(rig: Rig) -> None:
-    for errors in rig.run(4, step_errors, [(37, 6, 2, False), (3, 2, 2, True)], DEVICE.type):
-        assert worst(errors) <= 1e-11
+def test_torchs_attention_means_in_the_context_what_it_means_outside(rig: Rig) -> None:
+    for errors in rig.run(4, sdpa_errors, DEVICE.type):
+        assert worst(map(worst, errors.values())) <= 1e-11
 
 
 def test_dtensors_go_in_and_come_out_with_their_gradients(rig: Rig) -> None:
