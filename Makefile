@@ -27,8 +27,8 @@ test: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/recipes $(ARGS)
 
 # The core tests, to run while editing: they start no ranks and take less than a minute.
-QUICK := api_refusals attention_local bands bytes calls choice clusters cuda_kernels errors greedy imports \
-	kernel_conformance kernels layout lowering masks mutations plans_verify public_names text units
+QUICK := api_refusals attention_local bands bytes choice clusters cuda_kernels errors greedy imports \
+	kernel_conformance kernels layout lowering mutations plans_verify public_names text
 quick: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
 

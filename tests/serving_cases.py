@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mesh_attention import LocalGroup, MeshAttention
 from mesh_attention.serving import CachedLayer, ShardedCache, Step, Turn
 
 KV_HEADS, HEAD_DIM, VALUE_DIM, HEADS = 2, 4, 3, 4
@@ -20,6 +21,23 @@ def layers_of(windows: Sequence[int | None], scale: int = 1) -> list[CachedLayer
         CachedLayer(kv_heads=KV_HEADS, head_dim=scale * HEAD_DIM, head_dim_v=scale * VALUE_DIM, window=window)
         for window in windows
     ]
+
+
+def cache_of(
+    on: MeshAttention | int,
+    windows: Sequence[int | None] = (None,),
+    *,
+    tokens: int = 256,
+    sequences: int = 4,
+    scale: int = 1,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> ShardedCache:
+    """An empty cache on an attention, or on a number of local ranks."""
+    attention = MeshAttention(LocalGroup(on)) if isinstance(on, int) else on
+    sizes = {"tokens": tokens, "sequences": sequences, "dtype": dtype, "device": device}
+    return ShardedCache(attention, layers_of(windows, scale), **sizes, **options)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, softcap: float) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_draw import check_trace, page_data
+from test_draw import page_data, processes_of
 
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, rank_costs
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes
 from mesh_attention_lab.cli import demo as demo_command_module
-from mesh_attention_lab.cli.demo import _methods, _problem, _report, _verdict, _worst
+from mesh_attention_lab.cli.demo import _methods, _problem, _report
 from mesh_attention_lab.cli.demo_worker import MethodResult, RankResults, make_inputs
 from mesh_attention_lab.cli.main import main
 from mesh_attention_lab.launch import WorkerError, run_processes
@@ -78,7 +78,7 @@ def test_the_demo_leaves_a_report_of_what_it_measured(demo: tuple[dict[str, Any]
     for scene in data:
         for one in scene["passes"].values():
             assert one["measured"], scene["method"]
-    processes = check_trace(json.loads((folder / "trace.json").read_text()))
+    processes = processes_of(json.loads((folder / "trace.json").read_text()))
     for direction in ("forward", "backward"):
         for kind in ("forecast", "measured"):
             assert sum(name.startswith(f"mesh 2x2 {direction}, {kind}: rank") for name in processes) == 4
@@ -152,21 +152,6 @@ def test_the_table_stays_when_there_is_no_report(
     said = capsys.readouterr()
     assert "ulysses+mesh" in said.out
     assert re.search(r"no report was written: .*mesh-attention-report: is a file", said.err)
-
-
-def test_the_verdict_names_the_method_that_moved_the_fewest_bytes() -> None:
-    methods = _methods(_problem(8, 512))
-    received = dict(zip(methods, (210, 140, 140, 120), strict=True))
-    rows = [
-        _worst([MethodResult(**NOTHING | {"method": name, "tile": "2·2x2", "received_nbytes": nbytes << 20})])
-        for name, nbytes in received.items()
-    ]
-    assert _verdict(methods, rows) == (
-        "ulysses+mesh 2·2x2 wins with 120 MiB received by a rank, 0.57 of ring's: with ring, a rank receives the K "
-        "and V of all 7 others; with a 2x2 tile, once 2 ranks have traded heads for tokens, it receives 1 query shard "
-        "and 1 KV shard and returns 1 partial result."
-    )
-    assert "No method moved fewer bytes than ring" in _verdict(methods, rows[:1])
 
 
 def fail_on_rank_1() -> str:

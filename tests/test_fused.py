@@ -137,27 +137,6 @@ def test_fused_merging_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     launching.triton_unsupported_reason.cache_clear()
 
 
-@in_plain_python
-@pytest.mark.parametrize(
-    ("strides", "others", "dtypes", "unit"),
-    [
-        ((4128, 128, 4128, 1), (4096, 128, 4096, 1), (torch.float32, torch.bfloat16), 4),
-        ((1032, 128, 1032, 1), (1024, 128, 1024, 1), (torch.bfloat16, torch.bfloat16), 8),
-        ((258, 128, 258, 1), (256, 128, 256, 1), (torch.bfloat16, torch.float32), 2),
-        ((81, 27, 9, 3), (0, 0, 0, 1), (torch.float32, torch.float32), 1),
-    ],
-)
-def test_strides_are_counted_in_16_bytes_where_they_can_be(
-    strides: tuple[int, ...], others: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], unit: int
-) -> None:
-    given = (strides, others)
-    tensors = [torch.empty_strided((2, 2, 2, 2), s, dtype=dtype) for s, dtype in zip(given, dtypes, strict=True)]
-    assert launching.stride_unit(tensors) == unit
-    for before in given:
-        after = merging._in_units(before, unit)
-        assert (*(step * unit for step in after[:-1]), after[-1]) == before
-
-
 # What the compiler makes of the kernels for an H200; it needs no GPU for that.
 
 LSE_POINTERS = {"a_stat": "fp32", "b_stat": "fp32", "c_stat": "fp32"}

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from subprocess import check_output
-from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -27,13 +26,12 @@ from mesh_attention import (
     simulate,
     window,
 )
-from mesh_attention.errors import ScheduleError, UsageError
+from mesh_attention.errors import ScheduleError
 from mesh_attention.masks import Mask
 from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix, token_nbytes
 from mesh_attention.plan.counts import rank_costs
-from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Past, Replicated, Zigzag
-from mesh_attention.plan.schedule import Schedule
+from mesh_attention.plan.layout import LAYOUTS, Layout
 from mesh_attention.plan.steps import Direction, transfers
 from mesh_attention.planners.decoded_step import COMBININGS, StepShape, plan_decode
 from mesh_attention.verification.rules import check, format_breaches
@@ -212,27 +210,3 @@ for how in ({}, {"combining": "reduce_scatter"}, {"queries": "sharded"}):
     run = [sys.executable, "-c", made]
     printed = {check_output(run, env={**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "2", "3")}
     assert len(printed) == 1
-
-
-STEP = StepShape(new_tokens=(3, 3, 3, 3), ranks=4, heads=2, kv_heads=2, head_dim_qk=4, head_dim_v=4, dtype="float64")
-NOT_OVER_A_CACHE: dict[str, tuple[dict[str, Any], str]] = {
-    "backward": ({"direction": "backward"}, "expected forward, 4x1, nothing"),
-    "kept": ({"schedule": Schedule(moves=(), keep=("kv",))}, "that keeps kv: expected forward, 4x1, nothing"),
-    "tile": ({"assignment": Assignment(Tile(2, 2))}, "in 2x2 tiles"),
-    "degree": ({"assignment": Assignment(Tile(2, 1), 2)}, "expected forward, 4x1, nothing"),
-    "causal": ({"problem": replace(STEP.problem("sharded"), mask=causal())}, "expected batch=1 and a full mask"),
-    "batch": ({"problem": replace(STEP.problem("sharded"), batch=2)}, "expected batch=1 and a full mask"),
-    "positions": (
-        {"problem": replace(STEP.problem("sharded"), seq_kv=9)},
-        "expected one position for each of the 4 ranks",
-    ),
-    "rows": ({"layout": Cached(Zigzag(), Past())}, "expected a run for each rank, in the order of ranks"),
-    "no cache": ({"layout": Cached(Replicated(Zigzag()), Zigzag())}, "only queries over a cache .* are replicated"),
-}
-
-
-@pytest.mark.parametrize("name", NOT_OVER_A_CACHE)
-def test_what_a_cache_cannot_do_is_no_plan(name: str) -> None:
-    changes, complaint = NOT_OVER_A_CACHE[name]
-    with pytest.raises(UsageError, match=complaint):
-        replace(plan_decode(STEP, queries="sharded"), **changes)

@@ -2,7 +2,7 @@
 
     python tests/campaign/faults.py                              # the whole table, in about ten minutes
     python tests/campaign/faults.py --fault die stop --moment "in forward"
-    python tests/campaign/faults.py --write docs/faults.md       # and write the page
+    python tests/campaign/faults.py --write docs/faults.md       # and write it into the page
 
 One cell is one run: rank 1 has the fault at the moment, the others do nothing wrong. Every rank that is alive must
 raise an error of this library within `LIMIT_S` of the fault, long before the group's timeout, and no rank may return a
@@ -38,7 +38,8 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from attending import Attended, Call
-from run_ranks import process_context
+from campaign.nccl_faults import write
+from run_ranks import end_ranks, process_context, start_ranks
 
 import mesh_attention
 from mesh_attention import MeshAttention, MeshAttentionError
@@ -413,20 +414,11 @@ def _started(fault: str, moment: str, setting: Setting) -> Iterator[list[tuple[A
     port = store.port
     if setting.store_on_rank_0:
         del store  # its port is free again
-    workers: list[tuple[Any, Connection]] = []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, rank, port, fault, moment, setting), daemon=True)
-        process.start()
-        theirs.close()
-        workers.append((process, ours))
+    workers = start_ranks(context, RANKS, work, port, fault, moment, setting)
     try:
         yield workers
     finally:
-        for process, connection in workers:
-            connection.close()
-            process.kill()
-            process.join()
+        end_ranks(workers)
 
 
 def _is_ready(connection: Connection) -> bool:
@@ -474,47 +466,13 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def page(found: Sequence[Cell]) -> str:
-    """The table as a page of the documentation."""
+def table(found: Sequence[Cell]) -> str:
     by_place = {(cell.fault, cell.moment): cell for cell in found}
     lines = ["| fault | " + " | ".join(MOMENTS) + " |", "| --- |" + " --- |" * len(MOMENTS)]
     for fault in FAULTS:
         row = [by_place[fault, moment].summary if (fault, moment) in by_place else "—" for moment in MOMENTS]
         lines.append(f"| {fault} | " + " | ".join(row) + " |")
-    return PAGE.format(table="\n".join(lines), ranks=RANKS, late=LATE_S["late"], held=HELD_S)
-
-
-def rest_of(path: Path) -> str:
-    """What follows the table in a page: the table of NCCL, which another script writes."""
-    _, heading, rest = (path.read_text() if path.exists() else "").partition("\n## Over NCCL\n")
-    return heading + rest
-
-
-PAGE = """# When a rank fails
-
-`make faults` writes this table. Each cell is a run of {ranks} fresh processes over Gloo, with torch's default of 30
-minutes as the group's timeout. Rank 1 has the fault of the row at the moment of the column. The cell shows what the
-*other* ranks raise, and when the last of them did. No rank returns a wrong number, and every later call on the group
-raises too, unless the error is a `DisagreementError` from before anything was sent.
-
-{table}
-
-* **die**: SIGKILL. **stop**: SIGSTOP until all others have raised. **late**: {late:g} s. **lock held**: for {held} s
-  the rank holds Python's global lock, so that none of its threads can say that it is alive. A rank that comes late is
-  waited for, up to the group's timeout, and all results are right. **raise**, **out of memory**: an error on one rank,
-  which catches it and goes on; outside of this library, such a rank is late (—).
-* **other call**, **other dtype**: the rank makes another call than the others. In agreement, it makes a call that it
-  has made before while the others make a new one; later, all ranks have made both calls before. **other spelling**: it
-  states a default (`softmax_scale`, `seq_len`, a negative `dim`), so all results are right. **other version**: of this
-  library; it is compared where ranks agree, so it cannot differ later (—). **wrong argument**: the rank raises a
-  `UsageError`, in unshard for a `dim` that does not exist.
-* **in a checkpoint**: while backward computes forward again.
-
-A rank that has waited for more than a second asks the others what they are doing, through the group's store. Ranks
-that are in different calls all raise then, and so do all if a process was killed or is stopped. That a process is
-stopped is seen by ranks on the same machine. If a whole machine is out of reach, its connections end, or the group's
-timeout does.
-"""
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -525,7 +483,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--victim", type=int, choices=range(RANKS), default=1, help="the rank that has the fault")
     parser.add_argument("--store-on-rank-0", action="store_true", help="as without a launcher")
     parser.add_argument("--method", default="ring", help="how to plan, such as 'mesh 2x2'")
-    parser.add_argument("--write", type=Path, help="file to write the page to")
+    parser.add_argument("--write", type=Path, help="the page to write the table into")
     given = parser.parse_args(arguments)
     chosen = [(fault, moment) for fault, moment in cells() if fault in given.fault and moment in given.moment]
     setting = Setting(given.victim, store_on_rank_0=given.store_on_rank_0, method=given.method)
@@ -537,7 +495,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for breach in cell.breaches:
                 print(f"    {breach}", flush=True)
     if given.write is not None:
-        given.write.write_text(page(found) + rest_of(given.write))
+        write(given.write, "gloo", table(found))
     broken = sum(bool(cell.breaches) for cell in found)
     print(f"{len(found)} cells, {broken} broken")
     return 1 if broken else 0
