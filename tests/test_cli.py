@@ -19,7 +19,7 @@ import typer
 from rich.color import Color, ColorSystem
 
 from mesh_attention import __version__, parse_plan, rank_costs
-from mesh_attention.plan.counts import imbalance
+from mesh_attention.plan.plan import imbalance
 from mesh_attention.plan.steps import Attend, Direction
 from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.verification.rules import RULES

@@ -25,7 +25,7 @@ from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.decode import Blocks, TorchDecode
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.steps import Combine, Decode, Item
-from mesh_attention.planners.decoded_step import COMBININGS, QUERIES, StepShape, plan_decode
+from mesh_attention.planners.over_cache import COMBININGS, QUERIES, StepShape, plan_decode
 from mesh_attention.serving.step_runner import LayerCache, StepState
 from mesh_attention_lab.drawing.page import Scene
 from mesh_attention_lab.drawing.trace import to_perfetto

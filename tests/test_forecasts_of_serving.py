@@ -19,7 +19,7 @@ from mesh_attention.plan.buffer_sizes import cache_nbytes, kv_nbytes, layer_nbyt
 from mesh_attention.plan.kernel_calls import kernel_calls
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.costs import least_received_nbytes
-from mesh_attention.planners.decoded_step import MOST_DECODED
+from mesh_attention.planners.over_cache import MOST_DECODED
 from mesh_attention.prices import decode_seconds
 from mesh_attention.serving import CachedLayer
 from mesh_attention.simulation.simulate import simulate

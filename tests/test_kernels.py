@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from mesh_attention import causal, documents, full, window
 from mesh_attention.kernels.base import CallMask, Demand, Kernel
-from mesh_attention.kernels.cpu import CpuFlashKernel
 from mesh_attention.kernels.merging import TorchMerging
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
+from mesh_attention.kernels.torch_attention import CpuFlashKernel
 from mesh_attention_lab.testing.kernel_conformance import CHECKS, Check, Setting, is_unmasked
 
 MASKS = {

@@ -9,7 +9,6 @@ from torch.distributed.tensor import Shard
 
 from mesh_attention import Contiguous, Problem, Striped, Zigzag, causal, full, make_plan, window
 from mesh_attention.masks import Mask
-from mesh_attention.plan.counts import flops_by_rank, imbalance
 from mesh_attention.plan.layout import (
     Cached,
     Chunks,
@@ -21,6 +20,7 @@ from mesh_attention.plan.layout import (
     permutation,
     position_ids,
 )
+from mesh_attention.plan.plan import flops_by_rank, imbalance
 
 
 @given(layouts(), st.integers(0, 200), st.integers(1, 40))

@@ -18,8 +18,8 @@ from page_scenes import all_kinds, scene, slower, unpacked
 
 from mesh_attention.errors import UsageError
 from mesh_attention.masks import BlockKind
-from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.format import format_step
+from mesh_attention.plan.plan import rank_costs
 from mesh_attention.plan.steps import Attend, Direction
 from mesh_attention_lab.drawing.page import Scene, page, write_page
 from mesh_attention_lab.drawing.page.document import page_data

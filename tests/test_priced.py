@@ -18,11 +18,10 @@ from mesh_attention.plan.parse import parse_move
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Route
 from mesh_attention.plan.steps import DIRECTIONS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.choice import Choice
-from mesh_attention.planners.cost_based import Policy, PolicyOrder
+from mesh_attention.planners.cost_based import ONE_SIZE, Policy, PolicyOrder, held_share
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.greedy import greedy_moves
-from mesh_attention.planners.make import gpu_price
-from mesh_attention.planners.schedule_builder import ONE_SIZE, held_share, mask_of
+from mesh_attention.planners.greedy import mask_of
+from mesh_attention.planners.make import gpu_price, greedy_moves
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
 from mesh_attention.tuning.bounds import costs_on, plan_on

@@ -22,9 +22,8 @@ from mesh_attention.clusters import cluster_named
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import TransportError, UsageError
-from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.format import format_end, format_step
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, rank_costs
 from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Free, transfers
 from mesh_attention.simulation.simulate import simulate

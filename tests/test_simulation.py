@@ -22,7 +22,7 @@ from mesh_attention.plan.schedule import ROUTES
 from mesh_attention.plan.steps import Free, Step, transfers
 from mesh_attention.prices import Prices
 from mesh_attention.simulation import lockstep
-from mesh_attention.simulation.jobs import rank_jobs
+from mesh_attention.simulation.jobs_and_lanes import rank_jobs
 from mesh_attention.simulation.lockstep import classes_by_timeline, singleton_classes
 from mesh_attention.simulation.simulate import Simulation, simulate
 from mesh_attention.timeline import Span, Timeline

@@ -31,9 +31,8 @@ from mesh_attention.planners.costs import (
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.tuning import tune as tune_module
-from mesh_attention.tuning.bounds import plan_on, traffic
+from mesh_attention.tuning.bounds import needs, pairs_of, plan_on, traffic
 from mesh_attention.tuning.candidates import MOST_TILES, of_fewest_bytes, shapes
-from mesh_attention.tuning.mask_work import needs, pairs_of
 from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial, Tuning
 from mesh_attention.tuning.search import groupings
 from mesh_attention.tuning.stored import cache_folder, cached_tune

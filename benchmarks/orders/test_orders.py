@@ -15,7 +15,8 @@ from mesh_attention.plan.parse import parse_move
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.greedy import OWN_ROW_WEIGHTS, CountedOrder, greedy_moves
+from mesh_attention.planners.greedy import OWN_ROW_WEIGHTS, CountedOrder
+from mesh_attention.planners.make import greedy_moves
 from orders.clocks import Clocks, price_moves
 from orders.optimum import optimal_moves
 

@@ -10,10 +10,9 @@ from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import DisagreementError, MeshAttentionError, PlanError, TransportError, UsageError
 from mesh_attention.masks import causal, documents, full, window
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.layout import Chunks, Contiguous, Striped, Zigzag
 from mesh_attention.plan.parse import parse_plan
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, rank_costs
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.make import make_plan
 from mesh_attention.problem import Problem

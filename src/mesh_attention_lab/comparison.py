@@ -8,14 +8,13 @@ from math import gcd
 from typing import Any, cast
 
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS, RankCosts, imbalance, rank_costs
-from mesh_attention.plan.plan import Plan, PlanRequest
+from mesh_attention.plan.plan import Plan, PlanRequest, RankCosts, imbalance, rank_costs
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planners.choice import Choice, Family, default_layout
 from mesh_attention.planners.costs import least_received_nbytes, received_by_tile
 from mesh_attention.planners.make import StatedStrategy, make_plan
 from mesh_attention.problem import Problem
-from mesh_attention.simulation.simulate import simulate
+from mesh_attention.simulation.simulate import ALL_RANKS, MANY_RANKS, simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import plan_on, traffic

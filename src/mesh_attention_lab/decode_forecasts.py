@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, plan_decode
+from mesh_attention.planners.over_cache import Combining, Queries, StepShape, plan_decode
 from mesh_attention.prices import decode_seconds
 from mesh_attention.problem import Problem
 from mesh_attention.simulation.simulate import simulate

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import Demand, Gradients, aligned
-from mesh_attention.kernels.cuda import TorchFlashOp
+from mesh_attention.kernels.torch_attention import TorchFlashOp
 from mesh_attention.kernels.windowed import FlashRow, Window, WindowedKernel, fix_empty_row_lse
 
 

@@ -22,15 +22,16 @@ from typing_extensions import Unpack
 
 from mesh_attention.clusters import UNKNOWN
 from mesh_attention.errors import ScheduleError
-from mesh_attention.plan.assignment import AXES, Assignment, Axis
+from mesh_attention.plan.assignment import AXES, Assignment, Axis, Tile
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan, PlanRequest
-from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return, Schedule
+from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return, Route, Schedule
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.choice import Choice, ChoiceOptions, as_choice
+from mesh_attention.planners.cost_based import ONE_SIZE, Sizes, priced_moves
 from mesh_attention.planners.costs import Costs, block_flops, estimate_costs, even_costs, shard_sizes
-from mesh_attention.planners.greedy import greedy_moves
+from mesh_attention.planners.greedy import counted_moves
 from mesh_attention.planners.waves import brings_input, in_waves
 from mesh_attention.prices import meet_seconds, merge_nbytes
 from mesh_attention.problem import Problem
@@ -228,6 +229,28 @@ def mesh_moves(
     if choice.route == "ring":
         moves = _with_early_entries(moves, assignment)
     return moves
+
+
+def greedy_moves(
+    tile: Tile,
+    direction: Direction,
+    *,
+    costs: Costs,
+    blocks_per_call: int | None = None,
+    held_kinds: tuple[Kind, ...] = (),
+    route: Route = "direct",
+    sizes: Sizes = ONE_SIZE,
+) -> tuple[Move, ...]:
+    """The moves of one tile, from its own block to the last partial returned. Kinds in `held_kinds` are not fetched.
+
+    If `blocks_per_call` is None, calls are cost-based: each is sized by its price, or is one block if `costs` has no
+    call prices. If it is a number, call prices are ignored.
+    """
+    if blocks_per_call is None and costs.has_call_prices:
+        moves = priced_moves(tile, direction, costs=costs, sizes=sizes, held_kinds=held_kinds, route=route)
+    else:
+        moves = counted_moves(tile, direction, costs.without_call_prices(), blocks_per_call or 1, held_kinds)
+    return (*moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
 
 
 def _with_early_entries(moves: tuple[Move, ...], assignment: Assignment) -> tuple[Move, ...]:

@@ -10,7 +10,7 @@ import torch
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.plan.buffer_sizes import BLOCK_TOKENS, blocks_of_rank
-from mesh_attention.planners.decoded_step import COMBININGS, MOST_DECODED, QUERIES, Combining, Queries
+from mesh_attention.planners.over_cache import COMBININGS, MOST_DECODED, QUERIES, Combining, Queries
 from mesh_attention.problem import check_whole
 from mesh_attention.serving.book import BlockPool, Book, WindowSize
 from mesh_attention.serving.decoded_step import DTYPE_NAMES, Step
@@ -213,7 +213,7 @@ class ShardedCache:
 
         If queries are ``replicated``, every rank runs the same tokens; if they are ``sharded``, each rank runs some of
         the sequences. `combine` is how ranks combine their partial results: ``reduce_scatter``, or for replicated
-        queries also ``all_gather``; by default what suits their size (see `planners.decoded_step`).
+        queries also ``all_gather``; by default what suits their size (see `planners.over_cache`).
 
         If sequences get different numbers of tokens, the step's tensors are (1, tokens, heads, dim): the tokens of all
         sequences one after the other.

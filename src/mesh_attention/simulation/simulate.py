@@ -9,18 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.errors import TopologyError
-from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.prices import Prices
 from mesh_attention.simulation import lockstep
 from mesh_attention.simulation.event_driven import EventSimulator
-from mesh_attention.simulation.exchanges import ExchangeSimulator
-from mesh_attention.simulation.jobs import RankJobs, rank_jobs
-from mesh_attention.simulation.recorder import Network, Recorder
+from mesh_attention.simulation.jobs_and_lanes import Network, RankJobs, Recorder, rank_jobs
+from mesh_attention.simulation.over_cache import CacheSimulator
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress
 
+ALL_RANKS = 64
+MANY_RANKS = 2048
+"""From here on, the program of one rank takes up to seconds to build, and few are."""
 SAMPLED_RANKS = 8
 
 
@@ -56,7 +57,7 @@ def simulate(
     prices = Prices(topology.device, plan.matrix, plan.direction, attend_s=attend_s)
     simulation = Simulation(plan, topology, prices, spans_of, priced_ranks, on_progress or (lambda *progress: None))
     if plan.matrix.is_over_cache:
-        return simulation.by_exchanges()
+        return simulation.over_cache()
     if plan.programs is None and plan.matrix.is_uniform:
         try:
             return simulation.in_lockstep()
@@ -93,13 +94,13 @@ class Simulation:
         is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
         return self._timeline(recorder, priced, is_exact=is_even and len(priced) == ranks)
 
-    def by_exchanges(self) -> Timeline:
+    def over_cache(self) -> Timeline:
         ranks = self.topology.ranks
         priced, nearest = self._priced(ranks if ranks <= ALL_RANKS else SAMPLED_RANKS)
         recorder = Recorder(ranks, self.spans_of)
         unpriced = recorder.spans_of - {own.rank for own in priced}
         shown = [rank_jobs(self.plan, rank, self.prices) for rank in unpriced]
-        ExchangeSimulator(priced, nearest, shown, self.plan.matrix, self.topology, recorder).run()
+        CacheSimulator(priced, nearest, shown, self.plan.matrix, self.topology, recorder).run()
         return self._timeline(recorder, priced, is_exact=len(priced) == ranks)
 
     def by_events(self) -> Timeline:

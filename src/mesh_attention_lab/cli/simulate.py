@@ -10,13 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import default_layout
 from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.problem import Direction
-from mesh_attention.simulation.simulate import simulate
+from mesh_attention.simulation.simulate import MANY_RANKS, simulate
 from mesh_attention.timeline import joined
 from mesh_attention.topology import Device, Topology
 from mesh_attention.tuning.bounds import plan_on

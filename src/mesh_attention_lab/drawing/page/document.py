@@ -18,10 +18,9 @@ from typing import Any
 from mesh_attention.errors import UsageError, writing
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Axis
-from mesh_attention.plan.counts import RankCosts, rank_costs
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.layout import Layout
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, RankCosts, rank_costs
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item
 from mesh_attention.problem import DIRECTIONS, Direction, Problem
 from mesh_attention.timeline import Timeline

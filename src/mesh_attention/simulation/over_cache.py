@@ -1,6 +1,6 @@
-"""The simulator of passes over a cache: all ranks compute, all exchange, all compute again.
+"""The simulator of passes over a cache: all ranks compute, make a collective together, and compute again.
 
-An exchange begins when every rank has posted it. It takes the latency of the slowest link, because its messages are
+A collective begins when every rank has posted it. It takes the latency of the slowest link, because its messages are
 under way together, and as long as the busiest port or NIC of a rank needs for the bytes. What many small messages cost
 besides is left out. A rank that is not priced does what the nearest one that is does.
 """
@@ -13,9 +13,8 @@ import numpy as np
 
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Recv, Send
-from mesh_attention.simulation.jobs import Job, RankJobs
+from mesh_attention.simulation.jobs_and_lanes import Job, RankJobs, Recorder
 from mesh_attention.simulation.lockstep import CLASSES, Floats, Whole
-from mesh_attention.simulation.recorder import Recorder
 from mesh_attention.topology import LinkClass, Topology
 
 
@@ -23,10 +22,10 @@ class _Rank:
     def __init__(self, own: RankJobs, recorder: Recorder) -> None:
         self.rank, self.recorder = own.rank, recorder
         self.jobs = iter(own.jobs)
-        self.now = self.over = 0.0  # over: the end of the last exchange
+        self.now = self.over = 0.0  # over: the end of the last collective
 
     def advance(self) -> Job | None:
-        """Compute until a job posts an exchange, and return it; None at the end."""
+        """Compute until a job posts a collective, and return it; None at the end."""
         for job in self.jobs:
             start = max(self.now, self.over) if job.waits else self.now
             self.recorder.wait(self.rank, self.now, start, job)
@@ -38,7 +37,7 @@ class _Rank:
         return None
 
 
-class ExchangeSimulator:
+class CacheSimulator:
     """Runs `priced` ranks, of which `nearest` has the place of each rank's nearest one, and those in `shown`, whose
     spans are recorded; the recorder holds the outcome."""
 
@@ -60,15 +59,15 @@ class ExchangeSimulator:
     def run(self) -> None:
         while posts := {rank: job for rank, state in self.ranks.items() if (job := state.advance()) is not None}:
             begin = max(self.ranks[rank].now for rank in posts)
-            took = self._exchange_s(posts)
+            took = self._collective_s(posts)
             self.link_s += took
             for rank, job in posts.items():
                 self.ranks[rank].over = begin + float(took[rank])
                 self._record(rank, job, begin, float(took[rank]))
         self._totals()
 
-    def _exchange_s(self, posts: Mapping[int, Job]) -> Floats:
-        """Seconds of every rank's part in an exchange."""
+    def _collective_s(self, posts: Mapping[int, Job]) -> Floats:
+        """Seconds of every rank's part in a collective."""
         topology = self.topology
         moved = np.array([self._moved(own.rank, posts.get(own.rank)) for own in self.priced])[self.nearest]
         took = np.zeros(topology.ranks)

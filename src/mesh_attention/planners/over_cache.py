@@ -9,8 +9,8 @@ are
 
 and partials of replicated queries are combined by
 
-    all_gather      every rank sends its partials to all others, and merges all rows: one exchange
-    reduce_scatter  every rank merges a slice of the rows, and sends it to all others: two exchanges of fewer bytes
+    all_gather      every rank sends its partials to all others, and merges all rows: one collective
+    reduce_scatter  every rank merges a slice of the rows, and sends it to all others: two, of fewer bytes
 
 Partials of sharded queries are combined by reduce_scatter: a rank merges the rows of its own sequences.
 
@@ -38,8 +38,8 @@ COMBININGS: tuple[Combining, ...] = get_args(Combining)
 MOST_DECODED = 16
 """The most new tokens of a sequence in one decoded step."""
 ALL_GATHER_MOST_NBYTES = 256 * 1024
-"""Without prices, partials are gathered up to this many received bytes: about what a link moves in one exchange's
-latency."""
+"""Without prices, partials are gathered up to this many received bytes: about what a link moves in the
+latency of a collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
