@@ -127,7 +127,7 @@ GOOD = cluster_to_toml(cluster_named("h100x16"))
         ("ranks = 16", "ranks = 16\ninside = 3", ParseError, "not valid TOML"),
         ("ranks = 16", f"ranks = 1{'0' * 9999}", ParseError, "not valid TOML"),
         ("ranks = 16", f"ranks = {'[' * 99999}", ParseError, "not valid TOML"),
-        ("tflops = 640", f"tflops = 1{'0' * 999}", ParseError, "expected a number"),
+        ("tflops = 640", f"tflops = 1{'0' * 999}", TopologyError, "expected a number"),
         ("tflops = 640", "tflops = nan", TopologyError, "[device.forward] KernelRate tflops=nan: expected a number"),
     ],
 )

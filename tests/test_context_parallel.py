@@ -656,7 +656,7 @@ REFUSED = {
     "dropout": "dropout_p=0.1 is not supported under context_parallel",
     "heads": "query has 4 heads and key has 2; expected the same, or enable_gqa=True",
     "broadcast": "have shapes (2, 4, 6, 8), (1, 4, 6, 8), (1, 4, 6, 8); expected the same batch",
-    "one dim": "query is a tensor of 1 dims; expected a dense tensor (batch, heads, seq, dim)",
+    "one dim": "; expected a dense tensor (batch, heads, seq, dim)",
     "operator": "_scaled_dot_product_flash_attention_for_cpu was called under context_parallel, where it would attend",
     "native": "_native_multi_head_attention was called under context_parallel",
     "weights": "nn.MultiheadAttention cannot return its weights (need_weights=True, the default)",
@@ -676,7 +676,7 @@ REFUSED = {
     "mesh": "mesh is a ProcessGroup; expected a DeviceMesh of one axis",
     "balancer": "a MeshAttention's layout determines the shards; use attention= instead",
     "seq_dims": "got 1 buffers and 0 seq_dims; expected one dim for each buffer",
-    "unshard dim": "got a Tensor with seq dim 1; expected a plain tensor with this dim",
+    "unshard dim": "which has no dim 1; give the dim of tokens",
 }
 
 

@@ -192,7 +192,7 @@ def test_the_triton_kernel_says_where_it_stops(monkeypatch: pytest.MonkeyPatch) 
     assert kernel.unsupported_reason(demand(head_dim_v=264)) == "needs head sizes up to 256, not 192 and 264"
     for installed, reason in ((False, "needs triton, which is not installed"), (True, None)):
         launching.triton_unsupported_reason.cache_clear()
-        monkeypatch.setattr(launching, "_is_installed", lambda installed=installed: installed)
+        monkeypatch.setattr(launching, "find_spec", lambda name, installed=installed: name if installed else None)
         assert kernel.unsupported_reason(demand()) == reason
     launching.triton_unsupported_reason.cache_clear()
 

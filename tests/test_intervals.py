@@ -100,10 +100,10 @@ def test_the_kernel_says_where_it_stops(monkeypatch: pytest.MonkeyPatch) -> None
         reason = f"needs head sizes that are multiples of 8, up to 256, not {dims[0]} and {dims[1]}"
         assert kernel.unsupported_reason(demand(head_dim_qk=dims[0], head_dim_v=dims[1])) == reason
     launching.triton_unsupported_reason.cache_clear()
-    monkeypatch.setattr(launching, "_is_installed", lambda: False)
+    monkeypatch.setattr(launching, "find_spec", lambda name: None)
     assert kernel.unsupported_reason(demand()) == "needs triton, which is not installed"
     launching.triton_unsupported_reason.cache_clear()
-    monkeypatch.setattr(launching, "_is_installed", lambda: True)
+    monkeypatch.setattr(launching, "find_spec", lambda name: name)
     assert kernel.unsupported_reason(demand()) is None
     launching.triton_unsupported_reason.cache_clear()
 

@@ -20,7 +20,7 @@ from mesh_attention.plan.layout import (
     permutation,
     position_ids,
 )
-from mesh_attention.plan.plan import flops_by_rank, imbalance
+from mesh_attention_lab.comparison import flops_by_rank, imbalance
 
 
 @given(layouts(), st.integers(0, 200), st.integers(1, 40))

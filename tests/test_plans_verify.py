@@ -24,7 +24,6 @@ from mesh_attention import (
     full,
     make_plan,
     parse_plan,
-    simulate,
     window,
 )
 from mesh_attention.errors import ScheduleError, UsageError
@@ -37,6 +36,7 @@ from mesh_attention.plan.schedule import Schedule
 from mesh_attention.plan.steps import Direction, transfers
 from mesh_attention.planners.over_cache import COMBININGS, StepShape, plan_decode
 from mesh_attention.verification.rules import check, format_breaches
+from mesh_attention_lab.decode_simulator import simulate_decode
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 # Every g meets every route, and both single blocks and rectangles, over the three.
@@ -184,7 +184,7 @@ def test_any_plan_of_a_decoded_step_is_right(plan: Plan) -> None:
 @settings(max_examples=40)
 def test_a_forecast_of_a_decoded_step_attends_and_then_exchanges(plan: Plan) -> None:
     ranks = plan.problem.ranks
-    timeline = simulate(plan, replace(cluster_named("h100x8"), ranks=ranks), attend_s=1e-3)
+    timeline = simulate_decode(plan, replace(cluster_named("h100x8"), ranks=ranks), attend_s=1e-3)
     assert timeline.time_s >= 1e-3
     assert (timeline.time_s == 1e-3) == (ranks == 1)
 

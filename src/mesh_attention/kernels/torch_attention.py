@@ -25,7 +25,6 @@ from mesh_attention.kernels.base import (
     RowGradient,
     Scores,
     aligned,
-    all_aligned,
     dense_strides,
     tokens_first,
 )
@@ -182,8 +181,7 @@ class CudnnOp:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
-        if not all_aligned(q, k, v):
-            q, k, v = aligned(q), aligned(k), aligned(v)
+        q, k, v = aligned(q), aligned(k), aligned(v)
         out, lse, *_ = _cudnn_forward(q, k, v, None, True, 0.0, window.is_causal, False, scale=scale)
         return out, lse.squeeze(-1)
 

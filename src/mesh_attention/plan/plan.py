@@ -24,20 +24,8 @@ from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.lowering import lower, lowered_steps
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Return, Schedule
-from mesh_attention.plan.steps import (
-    AXIS_OF,
-    DIRECTIONS,
-    INPUTS,
-    OUTPUTS,
-    Attend,
-    Direction,
-    Item,
-    Kind,
-    Step,
-    is_step,
-    transfers,
-)
-from mesh_attention.problem import Problem
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Attend, Item, Kind, Step, is_step, transfers
+from mesh_attention.problem import DIRECTIONS, Direction, Problem
 from mesh_attention.units import brief
 
 HEADER = "mesh-attention plan 2"
@@ -276,17 +264,6 @@ def program_flops(plan: Plan, program: Program) -> int:
         for row in step.rows
         for col in step.cols
     )
-
-
-def flops_by_rank(plan: Plan) -> list[int]:
-    return [program_flops(plan, program) for program in plan.all_programs()]
-
-
-def imbalance(flops: Iterable[int]) -> float:
-    """The extra work of the busiest rank relative to the average: 0 is even, 1 means twice as much."""
-    flops = list(flops)
-    mean = sum(flops) / max(1, len(flops))
-    return max(flops) / mean - 1 if mean else 0.0
 
 
 def _by_kind(items: Iterable[Item], matrix: BlockMatrix) -> dict[Kind, Bytes]:

@@ -84,7 +84,8 @@ class PolicyOrder(Order):
             return (1, 1)  # its own block: needs no transfer, and its mask makes it a separate call anyway
         if self.is_all_here:
             return self._completing_call()
-        best, own = self._best_call(), self._own_row_call()
+        best, pending = self._best_call(), ((1 << self.here["col"]) - 1) & ~self.done[0]
+        own = (1, pending) if pending else None
         if best is not None and self.efficiency(best) >= self.policy.least_efficiency:
             return best
         self.fetch_something()
@@ -107,10 +108,6 @@ class PolicyOrder(Order):
                 is_enough = enough is not None and self.efficiency(call) >= enough
                 calls.append((is_enough, pending.bit_count() if is_enough else self.efficiency(call), call))
         return max(calls, key=lambda ranked: ranked[:2])[2] if calls else None
-
-    def _own_row_call(self) -> Rectangle | None:
-        pending = ((1 << self.here["col"]) - 1) & ~self.done[0]
-        return (1, pending) if pending else None
 
     def _completing_call(self) -> Rectangle:
         """The next call once all shards have arrived: for the row or column that releases more transfer per block."""
@@ -208,7 +205,7 @@ SUM_WIDTH = 2
 
 
 @lru_cache(maxsize=256)
-def priced_moves(
+def cost_based_moves(
     tile: Tile,
     direction: Direction,
     *,

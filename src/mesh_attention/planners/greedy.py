@@ -240,7 +240,8 @@ def counted_moves(
     """Every move except the returns of a rank's own row and column. Calls have no price."""
     shortest, moves = inf, list[Move]()
     for own_row_weight in OWN_ROW_WEIGHTS:
-        order = CountedOrder(tile, direction, costs, blocks_per_call, held_kinds, own_row_weight)
+        ahead = {"own_row_weight": own_row_weight, "most_ahead": blocks_per_call}
+        order = CountedOrder(tile, direction, costs, held_kinds, **ahead)
         makespan = order.complete_all()
         if makespan < shortest * _WORTH_A_CHANGE:
             shortest, moves = makespan, order.moves
@@ -258,19 +259,11 @@ smaller gain."""
 
 
 class CountedOrder(Order):
-    """A schedule in the making whose calls have at least `blocks_per_call` blocks."""
+    """A schedule in the making whose calls have at least as many blocks as shards may be fetched ahead."""
 
-    def __init__(
-        self,
-        tile: Tile,
-        direction: Direction,
-        costs: Costs,
-        blocks_per_call: int,
-        held_kinds: tuple[Kind, ...],
-        own_row_weight: int,
-    ) -> None:
-        super().__init__(tile, direction, costs, held_kinds, own_row_weight=own_row_weight, most_ahead=blocks_per_call)
-        self.blocks_per_call = blocks_per_call
+    @property
+    def blocks_per_call(self) -> int:
+        return self.most_ahead
 
     def choose(self) -> Rectangle | None:
         call = self._ready_call()

@@ -104,7 +104,9 @@ def plan_decode(shape: StepShape, *, queries: Queries = "replicated", combining:
         raise ProblemError(f"{most:,} new tokens of a sequence: {expected}")
     queries = "replicated" if shape.ranks == 1 else queries
     problem = shape.problem(queries)
-    combining = combining or suitable_combining(problem, queries)
+    if combining is None:
+        gathered = (problem.ranks - 1) * problem.seq_q * token_nbytes("o", problem)
+        combining = "all_gather" if gathered <= ALL_GATHER_MOST_NBYTES else "reduce_scatter"
     everything = tuple(range(shape.ranks))
     attend = Meet(everything, (0,))
     gather, reduce, combine = (GroupMove(op, "o") for op in ("gather", "reduce", "combine"))
@@ -127,11 +129,6 @@ def plan_decode(shape: StepShape, *, queries: Queries = "replicated", combining:
         assignment=Assignment(Tile(shape.ranks, 1)),
         schedule=Schedule(moves=moves),
     )
-
-
-def suitable_combining(problem: Problem, queries: Queries) -> Combining:
-    gathered = (problem.ranks - 1) * problem.seq_q * token_nbytes("o", problem)
-    return "all_gather" if queries == "replicated" and gathered <= ALL_GATHER_MOST_NBYTES else "reduce_scatter"
 
 
 def even(total: int, parts: int) -> tuple[range, ...]:

@@ -143,7 +143,8 @@ class StepBuffers:
         return Executor(
             compiled=self.programs[number],
             comm=self.comms[number],
-            inputs={"q": _as_fields(tensors)},
+            # Of all tokens of a step, (sequences, tokens, heads, dim), as fields of a batch of one.
+            inputs={"q": {n: x.flatten(0, 1).transpose(0, 1)[None] for n, x in zip("qkv", tensors, strict=True)}},
             device=self.device,
             cache=cache,
             pool=self.pools[number],
@@ -250,8 +251,3 @@ class StepRunner:
         """Forget all buffers and graphs, which refer to memory that is about to move."""
         for kept in (self.by_shape, self.layers, self.ready):
             kept.clear()
-
-
-def _as_fields(tensors: Sequence[Tensor]) -> Fields:
-    """q, k and v of all tokens of a step, (sequences, tokens, heads, dim), as fields of a batch of one."""
-    return {name: x.flatten(0, 1).transpose(0, 1)[None] for name, x in zip("qkv", tensors, strict=True)}

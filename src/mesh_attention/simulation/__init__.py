@@ -1,1 +1,1 @@
-"""Forecasts of plans on described clusters: simulators of three kinds of plans, and what they share."""
+"""Forecasts of plans on described clusters: simulators of two kinds of plans, and what they share."""

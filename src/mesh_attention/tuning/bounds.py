@@ -26,7 +26,7 @@ from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.choice import Choice, default_layout
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.make import make_priced_plan
+from mesh_attention.planners.make import make_cost_based_plan
 from mesh_attention.prices import (
     CALLS_PER_MEET,
     Links,
@@ -125,7 +125,7 @@ def _links(problem: Problem, topology: Topology, assignment: Assignment) -> Link
 
 
 def costs_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Costs:
-    """Costs on a cluster, in blocks of compute; call prices only if the choice leaves `blocks_per_call` open."""
+    """Costs on a cluster, in blocks of compute; those of calls only if the choice leaves `blocks_per_call` open."""
     links, tile = _links(problem, topology, choice.assignment), choice.assignment.tile
     block_s = compute_seconds(problem, topology.device, direction) / (tile.rows * tile.cols)
     transfer_costs: dict[str, float] = {}
@@ -135,15 +135,15 @@ def costs_on(topology: Topology, problem: Problem, choice: Choice, direction: Di
         busy = links.group_s(kind, route)
         transfer_costs[kind] = max(1e-6, links.nic_s(busy.crossing_s), float(busy.inside_s.max())) / transfers / block_s
     is_cost_based = choice.blocks_per_call is None
-    return Costs(**transfer_costs, **(_call_prices(problem, topology, direction, block_s) if is_cost_based else {}))
+    return Costs(**transfer_costs, **(_call_costs(problem, topology, direction, block_s) if is_cost_based else {}))
 
 
 def plan_on(topology: Topology, problem: Problem, choice: Choice, direction: Direction) -> Plan:
     """The plan of one pass in the order that suits a cluster's links."""
-    return make_priced_plan(problem, choice, direction, partial(costs_on, topology))
+    return make_cost_based_plan(problem, choice, direction, partial(costs_on, topology))
 
 
-def _call_prices(problem: Problem, topology: Topology, direction: Direction, block_s: float) -> dict[str, float]:
+def _call_costs(problem: Problem, topology: Topology, direction: Direction, block_s: float) -> dict[str, float]:
     """Prices of a meet besides its blocks: for its calls, and for the memory it touches per row and per column."""
     device = topology.device
     memory_s = device.touch_seconds(1, launches=0)

@@ -96,16 +96,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """The chosen trial, then the best of every other family, fastest first. `left_out`: families that cannot be used.
-
-    `bound_s` is the time to compute at the full kernel rate, `bound_nbytes` the fewest bytes that an average rank
-    receives if forward keeps nothing for backward.
-    """
+    """The chosen trial, then the best of every other family, fastest first. `left_out` has families without a trial."""
 
     trials: tuple[Trial, ...]
     left_out: dict[str, str]
-    bound_s: float
-    bound_nbytes: float
     simulated: int
 
     @property
@@ -116,16 +110,6 @@ class Tuning:
     def near_ties(self) -> tuple[Trial, ...]:
         """Trials about as fast as the fastest, the chosen one among them."""
         return within(NEAR_TIE, self.trials)
-
-    @property
-    def equals(self) -> tuple[Trial, ...]:
-        """Trials that a forecast cannot tell from the fastest: the difference is within its error."""
-        return within(FORECAST_ERROR, self.trials)
-
-    @property
-    def simplest(self) -> Trial:
-        """The simplest of the trials that are equal; another than the chosen one may be slower by the error."""
-        return min(self.equals, key=lambda trial: trial.complexity)
 
     @property
     def tie_words(self) -> str:
