@@ -264,9 +264,8 @@ def test_the_greedy_order_knows_its_own_price(
 ) -> None:
     """It chooses between orders by the clocks it keeps while it makes them. With large calls these may be late: after
     a wait for one more shard it may choose a call that does not need that shard."""
-    for own_row_weight in OWN_ROW_WEIGHTS:
-        ahead = {"own_row_weight": own_row_weight, "most_ahead": blocks_per_call}
-        order = CountedOrder(tile, direction, costs, held_kinds, **ahead)
+    for weight in OWN_ROW_WEIGHTS:
+        order = CountedOrder(tile, direction, costs, held_kinds, own_row_weight=weight, most_ahead=blocks_per_call)
         kept = order.complete_all()
         whole = (*order.moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
         price = price_moves(whole, tile, direction, costs=costs, held_kinds=held_kinds).makespan

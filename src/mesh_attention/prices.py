@@ -90,9 +90,7 @@ class Prices:
             case steps.Merge(partial):
                 return self.device.touch_seconds(merge_nbytes(self._nbytes(partial), self._nbytes(running(partial))))
             case steps.Decode():
-                raise PlanError(
-                    "a plan over a cache does not say how much is cached; see mesh_attention_lab.decode_simulator"
-                )
+                raise PlanError("a plan over a cache does not say how much is cached; use simulate_decode of the lab")
             case steps.Combine(partials, total):
                 return self.device.touch_seconds(sum(map(self._nbytes, partials)) + self._nbytes(total))
             case steps.Pack(_, item) | steps.Unpack(item):

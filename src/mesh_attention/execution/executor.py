@@ -33,7 +33,7 @@ class CacheKernel(Protocol):
         """Store what the cache keeps of the tokens' K and V, then attend to all it has: O and LSE."""
 
     def combine(self, partials: Fields, total: Fields) -> None:
-        """ops.Merge partials, (ranks, tokens, heads, dim)."""
+        """Merge partials, (ranks, tokens, heads, dim)."""
 
 
 def _no_output(kind: str) -> Fields:

@@ -334,7 +334,7 @@ def _groups(moves: Iterable[Move], axis: Axis) -> list[set[int]]:
 
 
 def _peak(moves: Sequence[Move], change: Sequence[float], direction: Direction, size: Mapping[Kind, float]) -> float:
-    """The peak of what is held plus what a call needs, as `plan.calls` counts it."""
+    """The peak of what is held plus what a call needs, as `plan.kernel_calls` counts it."""
     row, col = size["o"], 0.0
     if direction == "backward":
         every_head = size["q"] + size["o"]  # of K and V, where queries share their heads

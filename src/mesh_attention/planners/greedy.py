@@ -239,9 +239,8 @@ def counted_moves(
 ) -> tuple[Move, ...]:
     """Every move except the returns of a rank's own row and column. Calls have no price."""
     shortest, moves = inf, list[Move]()
-    for own_row_weight in OWN_ROW_WEIGHTS:
-        ahead = {"own_row_weight": own_row_weight, "most_ahead": blocks_per_call}
-        order = CountedOrder(tile, direction, costs, held_kinds, **ahead)
+    for weight in OWN_ROW_WEIGHTS:
+        order = CountedOrder(tile, direction, costs, held_kinds, own_row_weight=weight, most_ahead=blocks_per_call)
         makespan = order.complete_all()
         if makespan < shortest * _WORTH_A_CHANGE:
             shortest, moves = makespan, order.moves
@@ -259,7 +258,7 @@ smaller gain."""
 
 
 class CountedOrder(Order):
-    """A schedule in the making whose calls have at least as many blocks as shards may be fetched ahead."""
+    """A schedule in the making whose calls have at least `blocks_per_call` blocks. As many shards may be ahead."""
 
     @property
     def blocks_per_call(self) -> int:

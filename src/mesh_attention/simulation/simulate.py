@@ -39,16 +39,6 @@ def simulate(
     ranks are priced and represent those of their neighbours; waiting and links are simulated for every rank. From
     `MANY_RANKS` on, the last rank's calls represent all by default. Any other plan is simulated rank by rank.
     """
-    if plan.problem.ranks != topology.ranks:
-        raise TopologyError(
-            f"the plan has {plan.problem.ranks} ranks and {topology.name} has {topology.ranks}; "
-            f"use topology.with_ranks({plan.problem.ranks}) or plan for {topology.ranks} ranks"
-        )
-    if priced_ranks is not None and (type(priced_ranks) is not int or priced_ranks < 1):
-        raise TopologyError(f"priced_ranks={priced_ranks!r}: expected a whole number of at least 1, or None")
-    wrong = [rank for rank in spans_of if not 0 <= rank < topology.ranks]
-    if wrong:
-        raise TopologyError(f"spans_of names rank {wrong[0]}: expected ranks 0 to {topology.ranks - 1}")
     prices = Prices(topology.device, plan.matrix, plan.direction)
     simulation = Simulation(plan, topology, prices, spans_of, priced_ranks, on_progress or (lambda *progress: None))
     if plan.programs is None and plan.matrix.is_uniform:
@@ -69,6 +59,19 @@ class Simulation:
     spans_of: Collection[int]
     priced_ranks: int | None
     report: Progress
+
+    def __post_init__(self) -> None:
+        ranks, topology = self.plan.problem.ranks, self.topology
+        if ranks != topology.ranks:
+            raise TopologyError(
+                f"the plan has {ranks} ranks and {topology.name} has {topology.ranks}; "
+                f"use topology.with_ranks({ranks}) or plan for {topology.ranks} ranks"
+            )
+        if self.priced_ranks is not None and (type(self.priced_ranks) is not int or self.priced_ranks < 1):
+            raise TopologyError(f"priced_ranks={self.priced_ranks!r}: expected a whole number of at least 1, or None")
+        wrong = [rank for rank in self.spans_of if not 0 <= rank < topology.ranks]
+        if wrong:
+            raise TopologyError(f"spans_of names rank {wrong[0]}: expected ranks 0 to {topology.ranks - 1}")
 
     def in_lockstep(self) -> Timeline:
         plan, topology, ranks = self.plan, self.topology, self.topology.ranks

@@ -11,7 +11,6 @@ from mesh_attention.planners.choice import Choice, Family
 from mesh_attention.timeline import Timeline
 from mesh_attention.tuning.candidates import Complexity, complexity
 
-RESULT_VERSION = 3
 NEAR_TIE = 0.02
 """Among trials within this share of the fastest, the simplest is chosen. Forecasts cannot tell them apart, and a choice
 that is simpler but not the fastest may cost this much, no more."""
@@ -132,7 +131,7 @@ def within(share: float, trials: Sequence[Trial]) -> tuple[Trial, ...]:
 def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
     """The tuning as plain values, with choices as options that `Choice.of` reads back."""
     trials = list(map(trial_to_json, tuning.trials))
-    return {"version": RESULT_VERSION, **asdict(replace(tuning, trials=())), "trials": trials}
+    return {**asdict(replace(tuning, trials=())), "trials": trials}
 
 
 def trial_to_json(trial: Trial) -> dict[str, Any]:
@@ -142,8 +141,7 @@ def trial_to_json(trial: Trial) -> dict[str, Any]:
 
 def tuning_from_json(written: dict[str, Any]) -> Tuning:
     """The opposite of `tuning_to_json`."""
-    values = {name: value for name, value in written.items() if name != "version"}
-    return Tuning(**values | {"trials": tuple(map(_trial, values["trials"]))})
+    return Tuning(**written | {"trials": tuple(map(_trial, written["trials"]))})
 
 
 def _trial(written: dict[str, Any]) -> Trial:
