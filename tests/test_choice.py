@@ -15,7 +15,7 @@ from mesh_attention.plan.layout import LAYOUTS, PLANNED_LAYOUTS
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.planners.choice import COLLECTIVE_METHODS, METHODS
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.make import make_priced_plan
+from mesh_attention.planners.make import make_cost_based_plan
 
 PROBLEM = Problem.self_attention(seq_len=4096, heads=8, head_dim=16, ranks=16, mask=causal())
 
@@ -83,10 +83,10 @@ def test_a_priced_plan_is_ordered_by_the_price_and_collectives_have_none() -> No
         asked.append(choice)
         return Costs(q=8.0, kv=1.0)
 
-    plan = make_priced_plan(PROBLEM, Choice.of(tile="4x4"), "forward", price)
+    plan = make_cost_based_plan(PROBLEM, Choice.of(tile="4x4"), "forward", price)
     assert asked == [Choice.of(tile="4x4").resolved(PROBLEM, "forward")]
     assert plan == make_plan(PROBLEM, tile="4x4", costs=Costs(q=8.0, kv=1.0)) != make_plan(PROBLEM, tile="4x4")
-    make_priced_plan(PROBLEM, Choice(method="attention2d"), "forward", price)
+    make_cost_based_plan(PROBLEM, Choice(method="attention2d"), "forward", price)
     assert len(asked) == 1
 
 

@@ -19,12 +19,12 @@ import typer
 from rich.color import Color, ColorSystem
 
 from mesh_attention import __version__, parse_plan, rank_costs
-from mesh_attention.plan.counts import imbalance
 from mesh_attention.plan.steps import Attend, Direction
-from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.verification.rules import RULES
+from mesh_attention_lab.bounds import least_received_nbytes
 from mesh_attention_lab.cli.main import COMMANDS, app, main
 from mesh_attention_lab.cli.plan import PALETTE
+from mesh_attention_lab.comparison import imbalance
 
 EXAMPLE = "plan --ranks 16 --tile 4x4 --seq 128k --heads 32 --kv-heads 8 --head-dim 128 --causal"
 GOLDEN = Path(__file__).parent / "golden" / "cli"

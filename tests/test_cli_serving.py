@@ -10,8 +10,8 @@ import test_cli
 from test_cli import Run, as_json, assert_refused
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, parse_plan
-from mesh_attention.plan.buffer_sizes import cache_nbytes
 from mesh_attention.tuning.result import tuning_from_json
+from mesh_attention_lab.cli.serving_tables import cache_nbytes
 from mesh_attention_lab.decode_forecasts import decode_trials
 
 run = test_cli.run

@@ -24,8 +24,7 @@ from mesh_attention.plan.layout import LAYOUTS, Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planners.choice import as_choice
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.tuning.bounds import plan_on
-from mesh_attention.tuning.mask_work import _work, needs
+from mesh_attention.tuning.bounds import _work, needs, plan_on
 from mesh_attention.tuning.representative import MOST_SHORTENED, can_be_widened, coarse, part_of, retargeted, widened
 from mesh_attention.tuning.result import NEAR_TIE
 from mesh_attention.tuning.tune import tune

@@ -16,14 +16,14 @@ from kernel_cases import MASKS, check, make_case, positions
 from torch import Tensor
 
 from mesh_attention import causal, documents, full
-from mesh_attention.kernels import cuda, flash_attn, launching, windowed
+from mesh_attention.kernels import flash_attn, launching, torch_attention, windowed
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores, aligned
-from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
 from mesh_attention.kernels.decode import TritonDecode
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel, Release
 from mesh_attention.kernels.intervals import IntervalKernel
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
+from mesh_attention.kernels.torch_attention import CudnnKernel, TorchFlashKernel
 
 PACKAGES: dict[Release, Callable[[list[str]], ModuleType]] = {
     FLASH_ATTN_2: flash_attn_2,
@@ -46,7 +46,7 @@ KERNELS_BY_NAME: dict[str, Kernel] = {
 def aten(monkeypatch: pytest.MonkeyPatch) -> FakeAten:
     fake = FakeAten()
     for name in ("cudnn_forward", "cudnn_backward", "flash_forward", "flash_backward"):
-        monkeypatch.setattr(cuda, f"_{name}", getattr(fake, name))
+        monkeypatch.setattr(torch_attention, f"_{name}", getattr(fake, name))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     return fake
 
@@ -214,7 +214,7 @@ def test_deterministic_gradients_use_torchs_switch_and_put_it_back(aten: FakeAte
     assert aten.calls[-2:] == ["cudnn forward causal", "flash backward"]
     torch.set_deterministic_debug_mode("warn")
     try:
-        with pytest.raises(RuntimeError, match="out of memory"), cuda._same_bits():
+        with pytest.raises(RuntimeError, match="out of memory"), torch_attention._same_bits():
             raise RuntimeError("out of memory")
         assert torch.get_deterministic_debug_mode() == 1
         assert torch.utils.deterministic.fill_uninitialized_memory
@@ -244,7 +244,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A GPU whose torch takes everything."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91600)
-    monkeypatch.setattr(cuda, "_torch_unsupported_reason", lambda can_use, demand: None)
+    monkeypatch.setattr(torch_attention, "_torch_unsupported_reason", lambda can_use, demand: None)
     return monkeypatch
 
 
@@ -308,12 +308,12 @@ def test_torch_is_asked_about_gradients() -> None:
         return False
 
     with torch.no_grad():
-        reason = cuda._torch_unsupported_reason(can_use_nothing, demand(device="cpu", head_dim_v=64))
+        reason = torch_attention._torch_unsupported_reason(can_use_nothing, demand(device="cpu", head_dim_v=64))
     assert asked == [(128, 64, True)]
     assert reason == (
         "cannot do torch.bfloat16 with head sizes 128 and 64 here, according to torch.backends.cuda.can_use_nothing"
     )
-    assert cuda._torch_unsupported_reason(lambda params: True, demand(device="cpu")) is None
+    assert torch_attention._torch_unsupported_reason(lambda params: True, demand(device="cpu")) is None
 
 
 def test_the_choice_is_logged_with_its_reasons(hopper: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

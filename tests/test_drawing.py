@@ -18,7 +18,7 @@ from matplotlib.text import Text
 from test_imports import modules_after
 
 from mesh_attention.errors import UsageError
-from mesh_attention.timeline import LANES, RankTimes, Span, Timeline, joined
+from mesh_attention.timeline import LANES, RankTimes, Span, Timeline
 from mesh_attention_lab.drawing.charts import ChartPoint, save_chart, time_chart
 from mesh_attention_lab.drawing.trace import rank_tracks, to_perfetto, write_trace
 
@@ -182,17 +182,6 @@ def assert_nothing_is_cut_off(figure: Figure) -> None:
         assert box.x1 <= sheet.x1 + 1, f"{text.get_text()!r} leaves the sheet on the right"
         assert box.y0 >= sheet.y0 - 1, f"{text.get_text()!r} leaves the sheet below"
         assert box.y1 <= sheet.y1 + 1, f"{text.get_text()!r} leaves the sheet above"
-
-
-def test_the_exposed_time_of_joined_passes_is_the_sum_of_theirs() -> None:
-    """Also where another rank is the busiest in each."""
-    first = timeline_of([Span(0, "compute", 0.0, 1.0, "q"), Span(1, "compute", 0.0, 3.0, "q")])
-    second = timeline_of([Span(0, "compute", 1.0, 6.0, "q"), Span(1, "compute", 0.0, 4.0, "q")])
-    both = joined([first, second])
-    assert both.time_s == first.time_s + second.time_s
-    assert both.compute_s == first.compute_s + second.compute_s > max(rank.compute_s for rank in both.ranks)
-    assert both.exposed_s == first.exposed_s + second.exposed_s == 1.0
-    assert joined([both, first]).exposed_s == both.exposed_s + first.exposed_s
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,19 @@ from mesh_attention.comm.base import Parcel
 from mesh_attention.errors import MemoryLimitError
 from mesh_attention.masks import BlockKind
 from mesh_attention.plan.assignment import tiles_of
-from mesh_attention.plan.buffer_sizes import cache_nbytes, kv_nbytes, layer_nbytes
+from mesh_attention.plan.buffer_sizes import layer_nbytes
 from mesh_attention.plan.kernel_calls import kernel_calls
 from mesh_attention.planners.choice import Choice
-from mesh_attention.planners.costs import least_received_nbytes
-from mesh_attention.prices import decode_seconds
 from mesh_attention.serving import CachedLayer
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Link, Topology
 from mesh_attention.tuning.bounds import plan_on
 from mesh_attention.tuning.tune import tune
-from mesh_attention_lab.cli.serving_tables import travel_words
+from mesh_attention_lab.bounds import least_received_nbytes
+from mesh_attention_lab.cli.serving_tables import cache_nbytes, travel_words
 from mesh_attention_lab.decode_forecasts import WAYS, decode_plans, decode_trials
+from mesh_attention_lab.decode_simulator import decode_seconds, kv_nbytes, simulate_decode
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.cache import FilledCache, StepActor
 from mesh_attention_lab.replay.replay import replay
@@ -215,7 +215,7 @@ def test_a_forecast_sends_the_bytes_that_the_plan_does(
     assert sum(timeline.sent_nbytes.values()) == sum(cost.sent_nbytes for cost in costs)
     assert sum(cost.sent_nbytes for cost in costs) == sum(cost.received_nbytes for cost in costs)
     attend_s = decode_seconds(topology.device, problem)
-    spans = simulate(plan, topology, attend_s=attend_s, spans_of=range(ranks)).spans
+    spans = simulate_decode(plan, topology, attend_s=attend_s, spans_of=range(ranks)).spans
     for lane, sent in (("send", True), ("recv", False)):
         moved = sum(span.nbytes for span in spans if span.lane == lane)
         assert moved == sum(cost.sent_nbytes if sent else cost.received_nbytes for cost in costs)
@@ -257,7 +257,7 @@ def test_every_plan_of_a_step_is_played_like_any_plan(queries: int) -> None:
     assert (kernel.tokens, kernel.kv_tokens, cache.passes, cache.is_capturable) == (queries, 151, 2, False)
     for row in found.passes:
         plan = parts[list(WAYS).index(row.method)].plans["forward"]
-        timeline = simulate(plan, topology, attend_s=decode_seconds(topology.device, problem))
+        timeline = simulate_decode(plan, topology, attend_s=decode_seconds(topology.device, problem))
         assert row.forecast_s == timeline.ranks[1].stop_s
         assert row.flops == kernel.flops == 3 * queries * 151 * 4 * 2 * (16 + 8)
         assert len(row.times_s) == 2

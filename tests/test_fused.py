@@ -127,9 +127,9 @@ def test_fused_merging_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FusedMerging().unsupported_reason(CPU) == "runs on cuda, not on cpu"
     assert choose_merging(CPU).name == "torch"
     launching.triton_unsupported_reason.cache_clear()
-    monkeypatch.setattr(launching, "_is_installed", lambda: False)
+    monkeypatch.setattr(launching, "find_spec", lambda name: None)
     assert FusedMerging().unsupported_reason(torch.device("cuda")) == "needs triton, which is not installed"
-    monkeypatch.setattr(launching, "_is_installed", lambda: True)
+    monkeypatch.setattr(launching, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     launching.triton_unsupported_reason.cache_clear()

@@ -12,7 +12,7 @@ from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.schedule import Fetch, Meet, Return
 from mesh_attention.plan.steps import KINDS, Direction
 from mesh_attention.planners.costs import Costs, estimate_costs
-from mesh_attention.planners.greedy import greedy_moves
+from mesh_attention.planners.make import greedy_moves
 
 COSTS = st.builds(Costs, **{kind: st.floats(0.01, 50) for kind in KINDS})
 TILES = st.builds(Tile, st.integers(1, 9), st.integers(1, 9))

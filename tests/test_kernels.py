@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mesh_attention.kernels.base import Demand, Kernel
-from mesh_attention.kernels.cpu import CpuFlashKernel
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import choose_kernel
+from mesh_attention.kernels.torch_attention import CpuFlashKernel
 from mesh_attention_lab.testing.kernel_conformance import CHECKS, Check, Setting
 
 

@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard
 
 from mesh_attention import Problem, Striped, Zigzag, causal, make_plan, window
 from mesh_attention.masks import BlockKind, Mask, _floor_sum
-from mesh_attention.plan.counts import flops_by_rank, imbalance
 from mesh_attention.plan.layout import (
     Cached,
     Chunks,
@@ -23,6 +22,7 @@ from mesh_attention.plan.layout import (
     position_ids,
 )
 from mesh_attention.plan.parse import parse_mask
+from mesh_attention_lab.comparison import flops_by_rank, imbalance
 from mesh_attention_lab.testing.kernel_conformance import is_unmasked
 
 

@@ -18,7 +18,7 @@ from mesh_attention.plan.format import format_step
 from mesh_attention.plan.parse import parse_item, parse_step
 from mesh_attention.plan.schedule import Fetch, Meet, Return, Schedule
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Finish, Free, Merge, Recv, Send, Step
-from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, plan_decode
+from mesh_attention.planners.over_cache import Combining, Queries, StepShape, plan_decode
 from mesh_attention.verification.rules import RULES, Breach, BrokenPlanError, check
 
 Steps = list[Step]

@@ -23,18 +23,18 @@ from mesh_attention import (
     full,
     make_plan,
     parse_plan,
-    simulate,
     window,
 )
 from mesh_attention.errors import ScheduleError
 from mesh_attention.masks import Mask
 from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix, token_nbytes
-from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.layout import LAYOUTS, Layout
+from mesh_attention.plan.plan import rank_costs
 from mesh_attention.plan.steps import Direction, transfers
-from mesh_attention.planners.decoded_step import COMBININGS, StepShape, plan_decode
+from mesh_attention.planners.over_cache import COMBININGS, StepShape, plan_decode
 from mesh_attention.verification.rules import check, format_breaches
+from mesh_attention_lab.decode_simulator import simulate_decode
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 # Every g meets every route, and both single blocks and rectangles, over the three.
@@ -182,7 +182,7 @@ def test_any_plan_of_a_decoded_step_is_right(plan: Plan) -> None:
 @settings(max_examples=40)
 def test_a_forecast_of_a_decoded_step_attends_and_then_exchanges(plan: Plan) -> None:
     ranks = plan.problem.ranks
-    timeline = simulate(plan, replace(cluster_named("h100x8"), ranks=ranks), attend_s=1e-3)
+    timeline = simulate_decode(plan, replace(cluster_named("h100x8"), ranks=ranks), attend_s=1e-3)
     assert timeline.time_s >= 1e-3
     assert (timeline.time_s == 1e-3) == (ranks == 1)
 
@@ -202,7 +202,7 @@ def test_each_way_to_combine_sends_the_bytes_it_is_known_by(shape: StepShape) ->
 
 def test_every_process_makes_the_same_plan_of_a_step() -> None:
     made = """
-from mesh_attention.planners.decoded_step import StepShape, plan_decode
+from mesh_attention.planners.over_cache import StepShape, plan_decode
 sizes = {"ranks": 4, "heads": 4, "kv_heads": 2, "head_dim_qk": 8, "head_dim_v": 8, "dtype": "bfloat16"}
 for how in ({}, {"combining": "reduce_scatter"}, {"queries": "sharded"}):
     print(plan_decode(StepShape(new_tokens=(1, 3, 1), **sizes), **how).unrolled().digest)

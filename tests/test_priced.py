@@ -20,8 +20,7 @@ from mesh_attention.plan.steps import DIRECTIONS, KINDS, OUTPUTS, Direction, Kin
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.cost_based import Policy, PolicyOrder
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.greedy import greedy_moves
-from mesh_attention.planners.make import gpu_price
+from mesh_attention.planners.make import gpu_costs, greedy_moves
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
 from mesh_attention.tuning.bounds import costs_on, plan_on
@@ -189,7 +188,7 @@ def test_without_a_cluster_costs_are_those_of_the_cluster_gpu(direction: Directi
     problem = Problem.self_attention(seq_len=1 << 20, heads=32, kv_heads=8, head_dim=128, ranks=256, mask=causal())
     choice = Choice.of(tile=(4, 64 // ulysses_degree), ulysses_degree=ulysses_degree, layout="zigzag")
     known = costs_on(cluster_named("gpux256"), problem, choice, direction)
-    assert asdict(gpu_price(problem, choice, direction)) == pytest.approx(asdict(known), rel=1e-9)
+    assert asdict(gpu_costs(problem, choice, direction)) == pytest.approx(asdict(known), rel=1e-9)
 
 
 def test_without_a_cluster_a_gpu_has_prices_of_calls_too() -> None:
@@ -198,7 +197,7 @@ def test_without_a_cluster_a_gpu_has_prices_of_calls_too() -> None:
     cluster = cluster_named("h200x256")
     for direction in DIRECTIONS:
         candidate = Choice.of(tile=(8, 32), layout="zigzag")
-        ours = gpu_price(problem, candidate, direction)
+        ours = gpu_costs(problem, candidate, direction)
         theirs = costs_on(cluster, problem, candidate, direction)
         assert (ours.row, ours.col) == pytest.approx((theirs.row, theirs.col), rel=0.3)
         assert ours.call == pytest.approx(theirs.call, rel=0.7)

@@ -24,9 +24,9 @@ from mesh_attention import DisagreementError, LocalGroup, MeshAttention
 from mesh_attention.arguments import TensorKind
 from mesh_attention.errors import CacheFullError, UsageError
 from mesh_attention.execution.compiled import Compiled, compile_program, stretched
-from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.layout import Zigzag
-from mesh_attention.planners.decoded_step import COMBININGS, QUERIES
+from mesh_attention.plan.plan import rank_costs
+from mesh_attention.planners.over_cache import COMBININGS, QUERIES
 from mesh_attention.serving import ShardedCache, Turn
 from mesh_attention.serving.book import Shares, clip
 from mesh_attention.serving.step_runner import MOST_STEPS

@@ -14,8 +14,8 @@ from mesh_attention.plan.parse import parse_move
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.greedy import OWN_ROW_WEIGHTS, CountedOrder, greedy_moves
-from mesh_attention.planners.schedule_builder import mask_of
+from mesh_attention.planners.greedy import OWN_ROW_WEIGHTS, CountedOrder, mask_of
+from mesh_attention.planners.make import greedy_moves
 from orders.clocks import price_moves
 from orders.optimum import optimal_moves
 
@@ -196,8 +196,8 @@ def test_the_greedy_order_knows_its_own_price(
 ) -> None:
     """It chooses between orders by the clocks it keeps while it makes them. With large calls these may be late: after
     a wait for one more shard it may choose a call that does not need that shard."""
-    for own_row_weight in OWN_ROW_WEIGHTS:
-        order = CountedOrder(tile, direction, costs, blocks_per_call, held_kinds, own_row_weight)
+    for weight in OWN_ROW_WEIGHTS:
+        order = CountedOrder(tile, direction, costs, held_kinds, own_row_weight=weight, most_ahead=blocks_per_call)
         kept = order.complete_all()
         whole = (*order.moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
         price = price_moves(whole, tile, direction, costs=costs, held_kinds=held_kinds).makespan

@@ -7,13 +7,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, plan_decode
-from mesh_attention.prices import decode_seconds
+from mesh_attention.planners.over_cache import Combining, Queries, StepShape, plan_decode
 from mesh_attention.problem import Problem
-from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.units import format_time
 from mesh_attention_lab.comparison import PlanTrial
+from mesh_attention_lab.decode_simulator import decode_seconds, simulate_decode
 
 WAYS: dict[str, tuple[Queries, Combining]] = {
     "replicated, all_gather": ("replicated", "all_gather"),
@@ -47,7 +46,7 @@ def decode_trials(
     """The chosen way, then the others and why they are not, fastest first."""
     attend_s, trials = decode_seconds(topology.device, problem), []
     for name, plan in decode_plans(problem, queries=queries).items():
-        timeline = simulate(plan, topology, attend_s=attend_s, spans_of=spans_of)
+        timeline = simulate_decode(plan, topology, attend_s=attend_s, spans_of=spans_of)
         trials.append(PlanTrial.of(name, {"forward": plan}, {"forward": timeline}))
     first, *losers = sorted(trials, key=lambda trial: trial.time_s)
     return first, *(replace(loser, reason=_why_not(loser, first)) for loser in losers)

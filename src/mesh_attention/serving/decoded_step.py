@@ -12,7 +12,7 @@ from mesh_attention.arguments import CallOptions
 from mesh_attention.execution.autograd import without_autocast
 from mesh_attention.kernels.base import DTYPES
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, even, plan_decode
+from mesh_attention.planners.over_cache import Combining, Queries, StepShape, even, plan_decode
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.new_tokens import Appended, Growth
 from mesh_attention.serving.step_runner import LayerStep, StepBuffers

@@ -1,7 +1,7 @@
 """Runs decoded steps: buffers, tables of blocks on the device, and with CUDA graphs one graph for each layer.
 
 All of it lives as long as the shapes of steps recur, so a step plans nothing and allocates little. The steps
-themselves are in `serving.decoded_step`, their plans in `planners.decoded_step`.
+themselves are in `serving.decoded_step`, their plans in `planners.over_cache`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mesh_attention.kernels.base import DTYPES, Demand
 from mesh_attention.kernels.decode import Blocks, DecodeKernel, Reach, TorchDecode, choose_decode
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Item
-from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, plan_decode
+from mesh_attention.planners.over_cache import Combining, Queries, StepShape, plan_decode
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.memory import CachedLayer, CacheMemory
 from mesh_attention.session.agreement import Statement
@@ -143,7 +143,8 @@ class StepBuffers:
         return Executor(
             compiled=self.programs[number],
             comm=self.comms[number],
-            inputs={"q": _as_fields(tensors)},
+            # Of all tokens of a step, (sequences, tokens, heads, dim), as fields of a batch of one.
+            inputs={"q": {n: x.flatten(0, 1).transpose(0, 1)[None] for n, x in zip("qkv", tensors, strict=True)}},
             device=self.device,
             cache=cache,
             pool=self.pools[number],
@@ -251,8 +252,3 @@ class StepRunner:
         """Forget all buffers and graphs, which refer to memory that is about to move."""
         for kept in (self.by_shape, self.layers, self.ready):
             kept.clear()
-
-
-def _as_fields(tensors: Sequence[Tensor]) -> Fields:
-    """q, k and v of all tokens of a step, (sequences, tokens, heads, dim), as fields of a batch of one."""
-    return {name: x.flatten(0, 1).transpose(0, 1)[None] for name, x in zip("qkv", tensors, strict=True)}

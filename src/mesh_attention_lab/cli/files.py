@@ -7,12 +7,13 @@ from os.path import isdir  # unlike Path.is_dir, it answers False for a name tha
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.errors import ParseError, PlanError, UsageError, writing
+from mesh_attention.errors import ParseError, PlanError, UsageError
 from mesh_attention.plan.parse import parse_plan
 from mesh_attention.plan.plan import Plan
 from mesh_attention.problem import Problem
 from mesh_attention.units import Progress, count
 from mesh_attention.verification.rules import check
+from mesh_attention_lab.drawing import writing
 from mesh_attention_lab.drawing.charts import FORMATS, new_figure
 
 WRITES_ONE = "'mesh-attention plan --save FILE' writes one"

@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from mesh_attention.errors import writing
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.buffer_sizes import held_nbytes
 from mesh_attention.plan.format import format_step
@@ -38,6 +37,7 @@ from mesh_attention_lab.cli.terminal import (
     times,
 )
 from mesh_attention_lab.comparison import Comparison, Row, compare, grouped
+from mesh_attention_lab.drawing import writing
 
 WHOLE_PROGRAM = 40
 """Programs up to this many steps are shown whole."""

@@ -19,7 +19,6 @@ import typer
 
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import UsageError
-from mesh_attention.plan.buffer_sizes import kv_nbytes
 from mesh_attention.planners.choice import FAMILIES
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
@@ -37,6 +36,7 @@ from mesh_attention_lab.cli.terminal import (
     progress,
     times,
 )
+from mesh_attention_lab.decode_simulator import kv_nbytes
 from mesh_attention_lab.drawing.charts import Bar, BarGroup, rate_chart, save_chart
 from mesh_attention_lab.replay.result import (
     BEST,

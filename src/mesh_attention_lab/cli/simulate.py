@@ -10,18 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import default_layout
-from mesh_attention.planners.costs import least_received_nbytes
-from mesh_attention.problem import Direction
-from mesh_attention.simulation.simulate import simulate
-from mesh_attention.timeline import joined
-from mesh_attention.topology import Device, Topology
+from mesh_attention.problem import Direction, Problem
+from mesh_attention.simulation.simulate import MANY_RANKS, simulate
+from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import plan_on
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.units import Progress, format_nbytes, format_time
+from mesh_attention_lab.bounds import lower_bounds
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.cli.serving_tables import cache_words, layers_words
@@ -36,7 +34,7 @@ from mesh_attention_lab.cli.terminal import (
     time_words,
 )
 from mesh_attention_lab.comparison import PlanTrial, grouped, sampled_ranks, usual_ring_plan
-from mesh_attention_lab.drawing.trace import write_trace
+from mesh_attention_lab.drawing.trace import joined, write_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,16 +101,13 @@ def _forecast(
     return PlanTrial.of(name, plans, timelines)
 
 
-def _bounds(plans: Mapping[Direction, Plan], device: Device) -> tuple[float, float]:
-    """Lower bounds: seconds of compute, and bytes that an average rank receives."""
-    problems = {direction: plan.problem for direction, plan in plans.items()}
-    bound_s = sum(p.flops(d) / p.ranks / (device.rate(d).tflops * 1e12) for d, p in problems.items())
-    return bound_s, sum(least_received_nbytes(problem, direction) for direction, problem in problems.items())
+def _problems(trial: PlanTrial) -> dict[Direction, Problem]:
+    return {direction: plan.problem for direction, plan in trial.plans.items()}
 
 
 def _as_json(forecasts: Sequence[PlanTrial], topology: Topology) -> dict[str, Any]:
     plan = next(iter(forecasts[0].plans.values()))
-    bound_s, bound_nbytes = _bounds(forecasts[0].plans, topology.device)
+    bound_s, bound_nbytes = lower_bounds(_problems(forecasts[0]), topology.device)
     return {
         "problem": problem_to_json(plan.problem),
         "cluster": asdict(topology),
@@ -149,7 +144,7 @@ def _is_exact(forecasts: Sequence[PlanTrial]) -> bool:
 
 def _print(what: str, forecasts: Sequence[PlanTrial], topology: Topology, *, layers: int) -> None:
     console, this = plain_console(), forecasts[0]
-    plan, bounds = next(iter(this.plans.values())), _bounds(this.plans, topology.device)
+    plan, bounds = next(iter(this.plans.values())), lower_bounds(_problems(this), topology.device)
     is_turn = plan.layout == TypicalTurn()
     times_s = {direction: timeline.time_s for direction, timeline in this.timelines.items()}
     print_first(
@@ -158,8 +153,7 @@ def _print(what: str, forecasts: Sequence[PlanTrial], topology: Topology, *, lay
         time=time_words(times_s, bounds[0], layers_words(this.time_s, layers) if is_turn else ""),
         memory=f"{format_nbytes(this.peak_nbytes)} per rank, for the buffers of a call",
     )
-    name = joined(this.timelines.values()).name
-    console.print(f"{name}; {problem_words(plan.problem, plan.layout.name)}", style="bold")
+    console.print(f"{_passes_words(this)}; {problem_words(plan.problem, plan.layout.name)}", style="bold")
     console.print(f"on {cluster_words(topology)}")
     console.print()
     if is_turn:
@@ -167,6 +161,14 @@ def _print(what: str, forecasts: Sequence[PlanTrial], topology: Topology, *, lay
         console.print()
     print_trials(console, forecasts, topology)
     console.print(_caption(forecasts, topology, *bounds), style="dim")
+
+
+def _passes_words(trial: PlanTrial) -> str:
+    """mesh 2x4 forward and backward; a plan that differs from the one before is named too."""
+    names = [timeline.name.rpartition(" ") for timeline in trial.timelines.values()]
+    befores = ["", *(plan for plan, _, _ in names)]
+    pairs = zip(befores, names, strict=False)
+    return " and ".join(way if plan == before else f"{plan} {way}" for before, (plan, _, way) in pairs)
 
 
 def _caption(forecasts: Sequence[PlanTrial], topology: Topology, bound_s: float, bound_nbytes: float) -> str:

@@ -12,17 +12,14 @@ import typer
 from rich.console import Console
 
 from mesh_attention.errors import UsageError
-from mesh_attention.plan.buffer_sizes import cache_nbytes
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice, default_layout
-from mesh_attention.prices import decode_seconds
 from mesh_attention.problem import DIRECTIONS, Direction, Problem
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import costs_on
-from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, trial_to_json, tuning_to_json
+from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, trial_to_json, tuning_to_json, within
 from mesh_attention.tuning.stored import cached_tune
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import (
@@ -32,9 +29,10 @@ from mesh_attention.units import (
     format_nbytes,
     format_time,
 )
+from mesh_attention_lab.bounds import lower_bounds
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.files import problem_to_json
-from mesh_attention_lab.cli.serving_tables import cache_words, decode_words, layers_words, travel_words
+from mesh_attention_lab.cli.serving_tables import cache_nbytes, cache_words, decode_words, layers_words, travel_words
 from mesh_attention_lab.cli.terminal import (
     choice_words,
     cluster_name,
@@ -54,8 +52,9 @@ from mesh_attention_lab.cli.terminal import (
 )
 from mesh_attention_lab.comparison import PlanTrial, choice_without_costs, sampled_ranks, startrail
 from mesh_attention_lab.decode_forecasts import WAYS, decode_trial_as_json, decode_trials
+from mesh_attention_lab.decode_simulator import decode_seconds
 from mesh_attention_lab.drawing.charts import ChartX, save_chart, time_chart
-from mesh_attention_lab.drawing.trace import write_trace
+from mesh_attention_lab.drawing.trace import joined, write_trace
 from mesh_attention_lab.sweep import AXES, SweepAxis, TuneAt, check_axis, sweep, sweep_tiles
 
 CHART_X: dict[SweepAxis, ChartX] = {"ranks": "ranks", "seq": "sequence length", "tile": "tile"}
@@ -234,6 +233,8 @@ def _as_json(answer: TuneAnswer) -> dict[str, Any]:
         "directions": list(plans),
         "memory_limit": answer.memory_limit,
         "tuning": tuning_to_json(answer.tuning),
+        "bound_s": answer.bounds[0],
+        "bound_nbytes": answer.bounds[1],
         "bound": None if answer.bound is None else trial_to_json(answer.bound),
         "is_from_cache": answer.is_from_cache,
         "serving": None if answer.layers is None else _turn_as_json(answer, answer.layers),
@@ -242,8 +243,8 @@ def _as_json(answer: TuneAnswer) -> dict[str, Any]:
             direction: {name: value for name, value in choice.options.items() if value is not None}
             for direction, choice in choices.items()
         },
-        "simplest": answer.tuning.trials.index(answer.tuning.simplest),
-        "equal": [trial.family for trial in answer.tuning.equals],
+        "simplest": answer.tuning.trials.index(simplest_of(equals_of(answer.tuning))),
+        "equal": [trial.family for trial in equals_of(answer.tuning)],
         "forecast_error": FORECAST_ERROR,
         "code": {
             "short": short_code(answer),
@@ -287,6 +288,11 @@ class TuneAnswer:
     """Of a turn."""
 
     @property
+    def bounds(self) -> tuple[float, float]:
+        """Lower bounds: seconds of compute, and bytes that an average rank receives."""
+        return lower_bounds(dict.fromkeys(self.plans, self.problem), self.topology.device)
+
+    @property
     def layout(self) -> str:
         return next(iter(self.plans.values())).layout.name
 
@@ -298,7 +304,7 @@ def print_tuning(answer: TuneAnswer) -> None:
         write=short_code(answer),
         time=time_words(
             {direction: forecast.time_s for direction, forecast in chosen.forecasts.items()},
-            tuning.bound_s,
+            answer.bounds[0],
             "" if answer.layers is None else layers_words(chosen.time_s, answer.layers),
         ),
         memory=f"{format_nbytes(chosen.peak_nbytes)} per rank, for the buffers of a call",
@@ -338,10 +344,19 @@ def _choices_words(trial: Trial) -> str:
     return ", backward ".join(dict.fromkeys(map(choice_words, trial.choices.values())))
 
 
+def equals_of(tuning: Tuning) -> tuple[Trial, ...]:
+    """Trials that a forecast cannot tell from the fastest: the difference is within its error."""
+    return within(FORECAST_ERROR, tuning.trials)
+
+
+def simplest_of(trials: Sequence[Trial]) -> Trial:
+    return min(trials, key=lambda trial: trial.complexity)
+
+
 def _print_equals(console: Console, tuning: Tuning) -> None:
     """Say which methods a forecast cannot tell from the chosen one, and name the simplest."""
-    chosen, simplest = tuning.chosen, tuning.simplest
-    equal = [trial.family for trial in tuning.equals if trial is not chosen]
+    chosen, simplest = tuning.chosen, simplest_of(equals_of(tuning))
+    equal = [trial.family for trial in equals_of(tuning) if trial is not chosen]
     if not equal:
         return
     print_fact(console, "equal", f"within {percent(FORECAST_ERROR)}, the error of forecasts: {', '.join(equal)}")
@@ -359,7 +374,7 @@ def _caption(answer: TuneAnswer) -> str:
         tuning.tie_words,
         "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node. exposed: the time in which "
         "the busiest rank does not compute. Bytes are what an average rank sends; it must receive at least "
-        f"{format_nbytes(tuning.bound_nbytes)}.",
+        f"{format_nbytes(answer.bounds[1])}.",
         ""
         if bound is None
         else f"{bound.family}, which has no planner here, takes {format_time(bound.time_s)} or more.",
