@@ -589,7 +589,10 @@ def refusals(group: Any) -> dict[str, str]:
 
 
 def test_what_cannot_be_done_right_is_refused(pool: RankPool, golden: Callable[[str, str], None]) -> None:
-    golden("context-parallel-refusals.txt", same_on_all(pool.run(2, refusals)))
+    by_rank = pool.run(2, refusals)
+    for answers in by_rank:  # told by dynamo, in many words of its own
+        assert "flex_attention was called under context_parallel, where it would attend" in answers.pop("flex")
+    golden("context-parallel-refusals.txt", same_on_all(by_rank))
 
 
 def refuse_on_one_rank(group: Any) -> list[str]:

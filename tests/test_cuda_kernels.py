@@ -279,7 +279,7 @@ def test_each_kernel_says_where_it_stops(
     hopper: pytest.MonkeyPatch, packages: list[str], golden: Callable[[str, str], None]
 ) -> None:
     """Asked as a Hopper GPU with everything installed, and then with a little less."""
-    hopper.setattr(launching, "_is_installed", lambda: True)
+    hopper.setattr(launching, "find_spec", lambda name: name)
     hopper.setattr(torch.cuda, "is_available", lambda: True)
     kernels: list[Any] = [*KERNELS_BY_NAME.values(), IntervalKernel(), TritonDecode()]
 
@@ -289,7 +289,7 @@ def test_each_kernel_says_where_it_stops(
         return [f"{title}: {name} {reason}" for name, reason in reasons if reason is not None]
 
     lines = [line for title, changes in DEMANDS.items() for line in said(title, kernels, changes)]
-    hopper.setattr(launching, "_is_installed", lambda: False)
+    hopper.setattr(launching, "find_spec", lambda name: None)
     lines += said("without Triton", kernels[-2:], {})
     hopper.setattr(torch.backends.cudnn, "version", lambda: 91500)
     lines += said("cuDNN 9.15.0", [CudnnKernel()], {})
