@@ -10,7 +10,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Another torch brings its own triton.
 UNPINNED := ^torch==$(if $(filter command line,$(origin TORCH)),|^triton==)
 
-.PHONY: demo test quick fuzz plans files families faults nccl-faults soak recipes test-gpu test-gpu-kernels test-gpu-attention test-nccl check check-schemas format bench docs dist clean
+.PHONY: demo test quick fuzz lives plans files families faults nccl-faults soak recipes test-gpu test-gpu-kernels test-gpu-attention test-nccl check check-schemas format bench docs dist clean
 
 # Tests start many interpreters; let them share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,6 +40,11 @@ recipes: $(RECIPES)/ready
 fuzz: SECONDS ?= 60
 fuzz: $(VENV)/ready
 	$(BIN)/python tests/campaign/fuzz.py --seconds $(SECONDS) --processes 2 $(ARGS)
+
+# Random lives of caches, on local ranks and on processes.
+lives: COUNT ?= 2000
+lives: $(VENV)/ready
+	$(BIN)/python tests/campaign/lives.py --count $(COUNT) $(ARGS)
 
 # Mutated plans: what `verify` accepts is executed, and must be right.
 plans: COUNT ?= 20000

@@ -13,6 +13,7 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from campaign.lives import lives, lives_on_rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import shared_pool
@@ -26,7 +27,6 @@ from mesh_attention.errors import CacheFullError, UsageError
 from mesh_attention.execution.compiled import Compiled, compile_program, stretched
 from mesh_attention.plan.layout import Zigzag
 from mesh_attention.plan.plan import rank_costs
-from mesh_attention.planners.over_cache import COMBININGS, QUERIES
 from mesh_attention.serving import ShardedCache, Turn
 from mesh_attention.serving.book import Shares, clip
 from mesh_attention.serving.step_runner import MOST_STEPS
@@ -34,59 +34,14 @@ from mesh_attention_lab.recording import record
 from mesh_attention_lab.testing.wrappers import Counting
 
 
-def spoil(cache: ShardedCache) -> None:
-    """Fill memory with NaN, so that reading what was never written is noticed."""
-    for memory in cache.memories:
-        for tensor in (tensor for stored in memory.stored for tensor in stored):
-            tensor.fill_(torch.nan)
+def test_random_lives_equal_one_processs_attention() -> None:
+    """A share of `make lives`."""
+    assert lives(range(120), None) == []
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObject) -> None:
-    ranks = data.draw(st.integers(1, 12))
-    layout = data.draw(st.sampled_from(["zigzag", "striped", "contiguous", "chunks"]))
-    windows = data.draw(st.sampled_from([(None,), (None, 5), (0, None, 9)]))
-    model = Model(
-        cache_of(
-            MeshAttention(LocalGroup(ranks), layout=layout),
-            windows,
-            tokens=400,
-            sequences=6,
-            block_tokens=data.draw(st.sampled_from([1, 3, 8])),
-            max_rollback=data.draw(st.sampled_from([0, 4])),
-        ),
-        data.draw(st.sampled_from([0.0, 2.0])),
-        data.draw(st.integers(0, 100)),
-    )
-    spoil(model.cache)
-    alive = [model.new()]
-    for _ in range(data.draw(st.integers(2, 7))):
-        kinds = ["prefill", "decode", "decode", "reserve"] + ["new", "remove", "cut", "fork"] * (len(alive) < 5)
-        kind = data.draw(st.sampled_from(kinds))
-        some = data.draw(st.lists(st.sampled_from(alive), min_size=1, unique=True))
-        if kind == "prefill":
-            model.prefill({number: data.draw(st.integers(1, 23)) for number in some})
-        elif kind == "decode":
-            queries = data.draw(st.sampled_from(QUERIES))
-            combine = data.draw(st.sampled_from(COMBININGS)) if queries == "replicated" else None
-            most = data.draw(st.sampled_from([1, 5]))
-            new = {number: data.draw(st.integers(1, most)) for number in some}
-            model.decode(new, queries=queries, combine=combine)
-        elif kind == "reserve":
-            model.cache.reserve(data.draw(st.integers(1, 1000)))
-        elif kind == "new":
-            alive.append(model.new())
-        elif kind == "fork":
-            alive.append(model.fork(some[0]))
-        elif kind == "remove" and len(alive) > 1:
-            model.cache.remove(some[0])
-            alive.remove(some[0])
-        elif kind == "cut":
-            length = model.cache.length(some[0])
-            least = model.cache.book.entry(some[0]).min_length
-            model.truncate(some[0], data.draw(st.integers(least, length)))
-    assert model.error < 1e-12
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_lives_on_processes_do_too(ranks: int) -> None:
+    assert shared_pool().run(ranks, lives_on_rank, 1000 * ranks, 15, ranks) == [[]] * ranks
 
 
 def test_a_prompt_of_the_same_length_is_planned_once() -> None:
