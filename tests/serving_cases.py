@@ -62,6 +62,10 @@ class Model:
     seed: int = 0
     known: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     error: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+    """Given to `attend` besides."""
+    order: Sequence[int] = ()
+    """Of the layers; as they are numbered if empty."""
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -77,7 +81,7 @@ class Model:
 
     def prefill(self, new: dict[int, int]) -> None:
         turn = self.cache.prefill(new)
-        for layer in range(len(self.cache.layers)):
+        for layer in self.order or range(len(self.cache.layers)):
             q, k, v = self._grow(layer, new)
             local = [turn.shard(self._given(torch.cat(list(whole.values()))[None])) for whole in (q, k, v)]
             outs, lses = self._attend(turn, layer, local)
@@ -94,7 +98,7 @@ class Model:
         new = new if isinstance(new, dict) else dict.fromkeys(new, tokens)
         step = self.cache.decode(new, queries=queries, combine=combine)
         runs = [list(new)[rows.start : rows.stop] for rows in map(step.rows, self.ranks)]
-        for layer in range(len(self.cache.layers)):
+        for layer in self.order or range(len(self.cache.layers)):
             grown = self._grow(layer, new)
             parts: list[Any] = [[self._given(_by_row(step, whole, run)) for run in runs] for whole in grown]
             local = parts if self.cache.attention.is_local else [part[0] for part in parts]
@@ -138,7 +142,7 @@ class Model:
         return {n: dense(q[n], *self.known[n][layer], window=window, softcap=self.softcap) for n in q}
 
     def _attend(self, turn: Turn | Step, layer: int, local: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        outs, lses = turn.attend(layer, *local, softcap=self.softcap, return_lse=True)
+        outs, lses = turn.attend(layer, *local, **({"softcap": self.softcap, "return_lse": True} | self.options))
         return self._by_rank(outs), self._by_rank(lses)
 
     def _by_rank(self, found: Any) -> list[Tensor]:

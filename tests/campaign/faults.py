@@ -40,11 +40,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from attending import Attended, Call
 from campaign.nccl_faults import write
 from run_ranks import end_ranks, process_context, start_ranks
+from serving_cases import Model
 
 import mesh_attention
 from mesh_attention import MeshAttention, MeshAttentionError
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution.call import Calls
+from mesh_attention.kernels.decode import TorchDecode
+from mesh_attention.kernels.torch_attention import CpuFlashKernel
+from mesh_attention.serving import CachedLayer, ShardedCache
 
 RANKS = 4
 LIMIT_S, LATE_S = 5.0, {"late": 4.0, "late by a minute": 60.0}
@@ -267,6 +271,39 @@ def in_a_checkpoint(rank: Rank) -> Attack:
     return attack
 
 
+def in_a_turn(rank: Rank) -> Attack:
+    return _serving(rank, CpuFlashKernel, "forward", lambda model, chat: model.prefill({chat: 8}))
+
+
+def in_a_decoded_step(rank: Rank) -> Attack:
+    return _serving(rank, TorchDecode, "attend", lambda model, chat: model.decode([chat]))
+
+
+def _serving(rank: Rank, kernel: type, method: str, act: Callable[[Model, int], None]) -> Attack:
+    """A turn or a step like earlier ones; another call has the layers in another order."""
+    layers = [CachedLayer(kv_heads=HEADS, head_dim=DIM)] * 2
+    model = Model(ShardedCache(rank.attention, layers, tokens=99, dtype=torch.float64))
+    chat = model.new()
+    for tokens in (24, 8):
+        model.prefill({chat: tokens})
+    act(model, chat)
+    different: dict[str, dict[str, Any]] = {
+        "other spelling": {"softmax_scale": DIM**-0.5},
+        "wrong argument": {"softcap": "none"},
+    }
+
+    def attack() -> bool:
+        if rank.differs:
+            model.order = (1, 0) if rank.fault == "other call" else ()
+            model.options = different.get(rank.fault, {})
+        cast = torch.float32 if rank.differs and rank.fault == "other dtype" else torch.float64
+        with rank.failing_in(kernel, method), mock.patch.object(Model, "_given", lambda _, whole: whole.to(cast)):
+            act(model, chat)
+        return model.error < 1e-12
+
+    return attack
+
+
 def _questions(rank: Rank) -> list[Call]:
     """The question of all ranks and, if the victim asks another one, that one too."""
     return [CALL, rank.question(other=True)] if rank.has_twin else [CALL]
@@ -290,9 +327,14 @@ MOMENTS: dict[str, Callable[[Rank], Attack]] = {
     "between calls": between_calls,
     "in unshard": in_unshard,
     "in a checkpoint": in_a_checkpoint,
+    "in a turn": in_a_turn,
+    "in a decoded step": in_a_decoded_step,
 }
 IMPOSSIBLE = {
-    *(("other version", moment) for moment in ("in forward", "in backward", "between calls", "in a checkpoint")),
+    *(
+        ("other version", moment)
+        for moment in ("in forward", "in backward", "between calls", "in a checkpoint", "in a decoded step")
+    ),
     *(("wrong argument", moment) for moment in ("in backward", "in a checkpoint")),
     *((error, moment) for error in ("raise", "out of memory") for moment in ("before the first call", "between calls")),
 }
