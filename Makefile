@@ -22,9 +22,10 @@ demo: $(VENV)/installed
 	$(BIN)/mesh-attention verify $(VENV)/demo-plan.txt
 
 # A worker runs whole files, so their fixtures are set up once; the longest first, as conftest.py says. The recipes
-# have a target of their own.
+# have a target of their own. How long each test took is in build/durations, which CI keeps.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/recipes $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/recipes \
+		--junit-xml=build/durations/test.xml $(ARGS)
 
 # The core tests, to run while editing: they start no ranks and take less than a minute.
 QUICK := api_refusals attention_local bands bytes choice clusters cuda_kernels errors greedy imports \
@@ -61,7 +62,7 @@ files: $(VENV)/ready
 test-gpu:
 	$(MAKE) --jobs 3 --keep-going test-nccl test-gpu-kernels test-gpu-attention
 
-ON_GPU = PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -rs
+ON_GPU = PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -rs --junit-xml=build/durations/$@.xml
 KERNEL_TESTS := tests/gpu/test_kernels.py tests/gpu/test_fused.py tests/gpu/test_decode.py
 test-nccl:
 	$(ON_GPU) tests/nccl $(ARGS) || [ $$? = 5 ]
