@@ -10,7 +10,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Another torch brings its own triton.
 UNPINNED := ^torch==$(if $(filter command line,$(origin TORCH)),|^triton==)
 
-.PHONY: demo test quick fuzz plans files families faults nccl-faults soak recipes test-gpu test-gpu-kernels test-gpu-attention test-nccl check check-schemas format bench docs dist clean
+.PHONY: demo test quick fuzz lives plans files families faults nccl-faults soak recipes test-gpu test-gpu-kernels test-gpu-attention test-nccl check check-schemas format bench docs dist clean
 
 # Tests start many interpreters; let them share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,13 +22,14 @@ demo: $(VENV)/installed
 	$(BIN)/mesh-attention verify $(VENV)/demo-plan.txt
 
 # A worker runs whole files, so their fixtures are set up once; the longest first, as conftest.py says. The recipes
-# have a target of their own.
+# have a target of their own. How long each test took is in build/durations, which CI keeps.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/recipes $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/recipes \
+		--junit-xml=build/durations/test.xml $(ARGS)
 
 # The core tests, to run while editing: they start no ranks and take less than a minute.
-QUICK := api_refusals attention_local bands bytes calls choice clusters cuda_kernels errors greedy imports \
-	kernel_conformance kernels layout lowering masks mutations plans_verify public_names text units
+QUICK := api_refusals attention_local bands bytes choice clusters cuda_kernels errors greedy imports \
+	kernel_conformance kernels layout lowering mutations plans_verify public_names text
 quick: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
 
@@ -40,6 +41,11 @@ recipes: $(RECIPES)/ready
 fuzz: SECONDS ?= 60
 fuzz: $(VENV)/ready
 	$(BIN)/python tests/campaign/fuzz.py --seconds $(SECONDS) --processes 2 $(ARGS)
+
+# Random lives of caches, on local ranks and on processes.
+lives: COUNT ?= 2000
+lives: $(VENV)/ready
+	$(BIN)/python tests/campaign/lives.py --count $(COUNT) $(ARGS)
 
 # Mutated plans: what `verify` accepts is executed, and must be right.
 plans: COUNT ?= 20000
@@ -56,7 +62,7 @@ files: $(VENV)/ready
 test-gpu:
 	$(MAKE) --jobs 3 --keep-going test-nccl test-gpu-kernels test-gpu-attention
 
-ON_GPU = PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -rs
+ON_GPU = PYTHONPATH=src $(PYTHON) -m pytest -p no:cacheprovider -rs --junit-xml=build/durations/$@.xml
 KERNEL_TESTS := tests/gpu/test_kernels.py tests/gpu/test_fused.py tests/gpu/test_decode.py
 test-nccl:
 	$(ON_GPU) tests/nccl $(ARGS) || [ $$? = 5 ]

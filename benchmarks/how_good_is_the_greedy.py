@@ -25,7 +25,7 @@ from mesh_attention import Problem, Tile
 from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planners.costs import Costs, estimate_costs
-from mesh_attention.planners.greedy import greedy_moves
+from mesh_attention.planners.make import greedy_moves
 
 TILES = [Tile(rows, cols) for rows, cols in product(range(1, 5), repeat=2) if rows * cols > 1]
 Q_COSTS = [round(10 ** (exponent / 6), 3) for exponent in range(-6, 7)]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention import LocalGroup, MeshAttention
-from mesh_attention.plan.counts import rank_costs
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, rank_costs
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.problem import Problem
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,6 +46,13 @@ def said(call: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def same_on_all(answers: Sequence[Mapping[str, str]]) -> str:
+    """What rank 0 says, by what it was asked for. Others say the same, but for the ranks of their groups."""
+    texts = ["".join(f"{name}: {said}\n" for name, said in answer.items()) for answer in answers]
+    assert len({re.sub(r"\[[\d, ]+\]| at 0x\w+", "", text) for text in texts}) == 1, texts
+    return re.sub(r" at 0x\w+|(?<=DeviceMesh)\(.*?\)\)", "", texts[0])  # torch writes meshes in several ways
 
 
 class Finished(NamedTuple):

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -50,6 +49,28 @@ class RankError(AssertionError):
         self.errors = [(rank, name, message) for rank, name, message, _ in errors]
 
 
+Workers = list[tuple[Any, Connection]]
+
+
+def start_ranks(context: Any, ranks: int, target: Callable[..., None], *arguments: Any) -> Workers:
+    """Processes that run ``target(connection, rank, *arguments)``, each with our end of its connection."""
+    workers: Workers = []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(theirs, rank, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        workers.append((process, ours))
+    return workers
+
+
+def end_ranks(workers: Workers) -> None:
+    for process, connection in workers:
+        connection.close()
+        process.kill()
+        process.join()
+
+
 class RankPool:
     """Worker processes 0 to size - 1; the first few of them, any number, can run a function as one group.
 
@@ -73,16 +94,8 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="mesh-attention-pool-")
         # A process that was forked cannot use CUDA if the server looked for a device.
         context = multiprocessing.get_context("spawn") if on_gpu or "nccl" in backend else process_context()
-        self._workers: list[tuple[Any, Connection]] = []
-        given = {**os.environ, **(environment or {})}
-        store = str(Path(self._folder.name) / "store")
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            world = _World(rank, size, backend, tuple(sizes or range(1, size + 1)), store, group_timeout_s)
-            process = context.Process(target=_work, args=(theirs, world, given), daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+        world = _World(size, backend, tuple(sizes or range(1, size + 1)), f"{self._folder.name}/store", group_timeout_s)
+        self._workers = start_ranks(context, size, _work, world, {**os.environ, **(environment or {})})
         try:
             deadline = time.monotonic() + START_S
             self._results([self._receive(rank, deadline) for rank in range(size)])
@@ -119,10 +132,7 @@ class RankPool:
             return "error", ("ProcessDied", f"exit code {process.exitcode}", "")
 
     def close(self) -> None:
-        for process, connection in self._workers:
-            connection.close()
-            process.kill()
-            process.join()
+        end_ranks(self._workers)
         self._folder.cleanup()
 
     def __enter__(self) -> RankPool:
@@ -135,9 +145,8 @@ class RankPool:
 
 
 class _World(NamedTuple):
-    """Which rank of which group a worker is."""
+    """The group of all workers."""
 
-    rank: int
     size: int
     backend: str
     sizes: tuple[int, ...]
@@ -145,10 +154,10 @@ class _World(NamedTuple):
     timeout_s: float
 
 
-def _work(connection: Connection, world: _World, environment: dict[str, str]) -> None:
+def _work(connection: Connection, rank: int, world: _World, environment: dict[str, str]) -> None:
     os.environ.update(environment)  # the server's is as old as the server
     try:
-        groups = _join(world)
+        groups = _join(rank, world)
     except Exception as error:
         connection.send(_told(error))
         return
@@ -165,7 +174,7 @@ def _work(connection: Connection, world: _World, environment: dict[str, str]) ->
             connection.send(_told(error))
 
 
-def _join(world: _World) -> dict[int, Any]:
+def _join(rank: int, world: _World) -> dict[int, Any]:
     """The groups of the first few ranks, by their number; this rank is in some of them."""
     import torch
     import torch.distributed as dist
@@ -174,11 +183,11 @@ def _join(world: _World) -> dict[int, Any]:
     if "nccl" in world.backend:
         from one_gpu import share_one_gpu  # of benchmarks/
 
-        share_one_gpu(world.rank)
+        share_one_gpu(rank)
         torch.cuda.set_device(0)
         torch.cuda.synchronize()  # fails now if this process cannot use the GPU
     timeout, store = timedelta(seconds=world.timeout_s), f"file://{world.store}"
-    dist.init_process_group(world.backend, init_method=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    dist.init_process_group(world.backend, init_method=store, rank=rank, world_size=world.size, timeout=timeout)
     return {n: dist.new_group(list(range(n)), timeout=timeout) for n in world.sizes}  # NCCL connects them at first use
 
 

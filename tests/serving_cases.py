@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mesh_attention import LocalGroup, MeshAttention
 from mesh_attention.serving import CachedLayer, ShardedCache, Step, Turn
 
 KV_HEADS, HEAD_DIM, VALUE_DIM, HEADS = 2, 4, 3, 4
@@ -20,6 +21,23 @@ def layers_of(windows: Sequence[int | None], scale: int = 1) -> list[CachedLayer
         CachedLayer(kv_heads=KV_HEADS, head_dim=scale * HEAD_DIM, head_dim_v=scale * VALUE_DIM, window=window)
         for window in windows
     ]
+
+
+def cache_of(
+    on: MeshAttention | int,
+    windows: Sequence[int | None] = (None,),
+    *,
+    tokens: int = 256,
+    sequences: int = 4,
+    scale: int = 1,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> ShardedCache:
+    """An empty cache on an attention, or on a number of local ranks."""
+    attention = MeshAttention(LocalGroup(on)) if isinstance(on, int) else on
+    sizes = {"tokens": tokens, "sequences": sequences, "dtype": dtype, "device": device}
+    return ShardedCache(attention, layers_of(windows, scale), **sizes, **options)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, softcap: float) -> tuple[Tensor, Tensor]:
@@ -44,6 +62,10 @@ class Model:
     seed: int = 0
     known: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     error: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+    """Given to `attend` besides."""
+    order: Sequence[int] = ()
+    """Of the layers; as they are numbered if empty."""
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -59,7 +81,7 @@ class Model:
 
     def prefill(self, new: dict[int, int]) -> None:
         turn = self.cache.prefill(new)
-        for layer in range(len(self.cache.layers)):
+        for layer in self.order or range(len(self.cache.layers)):
             q, k, v = self._grow(layer, new)
             local = [turn.shard(self._given(torch.cat(list(whole.values()))[None])) for whole in (q, k, v)]
             outs, lses = self._attend(turn, layer, local)
@@ -76,7 +98,7 @@ class Model:
         new = new if isinstance(new, dict) else dict.fromkeys(new, tokens)
         step = self.cache.decode(new, queries=queries, combine=combine)
         runs = [list(new)[rows.start : rows.stop] for rows in map(step.rows, self.ranks)]
-        for layer in range(len(self.cache.layers)):
+        for layer in self.order or range(len(self.cache.layers)):
             grown = self._grow(layer, new)
             parts: list[Any] = [[self._given(_by_row(step, whole, run)) for run in runs] for whole in grown]
             local = parts if self.cache.attention.is_local else [part[0] for part in parts]
@@ -120,7 +142,7 @@ class Model:
         return {n: dense(q[n], *self.known[n][layer], window=window, softcap=self.softcap) for n in q}
 
     def _attend(self, turn: Turn | Step, layer: int, local: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        outs, lses = turn.attend(layer, *local, softcap=self.softcap, return_lse=True)
+        outs, lses = turn.attend(layer, *local, **({"softcap": self.softcap, "return_lse": True} | self.options))
         return self._by_rank(outs), self._by_rank(lses)
 
     def _by_rank(self, found: Any) -> list[Tensor]:

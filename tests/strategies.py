@@ -16,8 +16,8 @@ from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.plan.steps import KINDS, Direction, Keep
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.decoded_step import COMBININGS, QUERIES, StepShape, plan_decode
 from mesh_attention.planners.make import has_inner_rings, make_plan
+from mesh_attention.planners.over_cache import COMBININGS, QUERIES, StepShape, plan_decode
 from mesh_attention.problem import ITEMSIZE, Problem
 
 

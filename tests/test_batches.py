@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool import said
 from run_ranks import RankPool
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
 from mesh_attention import LocalGroup, UsageError
 from mesh_attention.api import MeshAttention
-from mesh_attention.batches import batch_loss, count_items, reduce_loss, shard_batch
+from mesh_attention.batches import reduce_loss, shard_batch
 from mesh_attention.plan.layout import LAYOUTS
 
 
@@ -66,129 +62,9 @@ def test_every_token_is_beside_its_label_and_position(case: tuple[dict[str, Any]
         assert not part["use_cache"]
 
 
-def test_padding_predicts_nothing_and_its_mask_stays_whole() -> None:
-    ids = torch.arange(1, 17).reshape(2, 8)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0]])
-    parts = cut({"input_ids": ids, "labels": ids, "attention_mask": mask}, 2)
-    assert torch.equal(
-        joined(parts, "shift_labels") != -100, torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0], [1] * 5 + [0] * 3]) > 0
-    )
-    for part in parts:
-        assert torch.equal(part["attention_mask"], mask)
-        assert part["num_items_in_batch"] == 10
-
-
-def test_position_ids_that_restart_are_documents() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]])
-    for part in cut({"input_ids": torch.ones(2, 8, dtype=torch.long), "position_ids": positions}, 2):
-        assert part["cu_seq_lens_q"] == part["cu_seq_lens_k"] == (0, 3, 5, 8, 16)
-        assert part["max_length_q"] == part["max_length_k"] == 8
-        assert "labels" not in part
-        assert part["position_ids"].shape == (2, 4)
-
-
-@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
-def test_the_last_token_of_a_document_predicts_nothing(by: str) -> None:
-    ids = torch.arange(1, 17).reshape(2, 8)
-    marks: dict[str, Any] = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]])}
-    if by == "cu_seq_lens":
-        marks = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), (0, 3, 5, 8, 16))
-    parts = cut({"input_ids": ids, "labels": ids, **marks}, 2)
-    none = -100
-    due = [[2, 3, none, 5, none, 7, 8, none], [10, 11, 12, 13, 14, 15, 16, none]]
-    assert joined(parts, "shift_labels").tolist() == due
-    assert all(part["num_items_in_batch"] == 12 for part in parts)
-    parts = cut({"input_ids": ids, "shift_labels": ids, **marks}, 2)
-    assert torch.equal(joined(parts, "shift_labels"), ids)  # these say themselves what each token predicts
-
-
-def test_position_ids_of_left_padding_are_no_documents() -> None:
-    positions, mask = torch.tensor([[1, 1, 0, 1, 2, 3]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
-    ids = torch.ones(1, 6, dtype=torch.long)
-    (part,) = cut({"input_ids": ids, "position_ids": positions, "attention_mask": mask}, 1)
-    assert part["cu_seq_lens_q"] == (0, 6)
-
-
-def test_embeddings_and_shifted_labels_are_taken_as_well() -> None:
-    embeddings, shifted = torch.randn(2, 7, 3), torch.randint(0, 9, (2, 7))
-    parts = cut({"inputs_embeds": embeddings, "shift_labels": shifted}, 3)
-    assert torch.equal(joined(parts, "inputs_embeds"), embeddings)
-    assert torch.equal(joined(parts, "shift_labels"), shifted)
-    assert all(part["num_items_in_batch"] == 14 for part in parts)
-
-
-# What is refused
+# What is refused; tests/golden/python/batches.txt has the messages
 
 IDS = torch.ones(2, 8, dtype=torch.long)
-CUTS = torch.tensor([0, 5, 8, 16])
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"input_ids": IDS, "token_type_ids": IDS}, "shard_batch does not know how to cut 'token_type_ids'"),
-        ({"labels": IDS}, "the batch holds no tokens"),
-        (IDS, r"the batch is a tensor of shape .*: expected a dict of tensors"),
-        ({"input_ids": IDS, "inputs_embeds": IDS[..., None]}, "the batch holds input_ids, inputs_embeds"),
-        ({"input_ids": IDS[0]}, r"input_ids is a tensor of shape \(8,\): expected \(batch, tokens\)"),
-        ({"input_ids": [1, 2]}, "input_ids is list"),
-        ({"inputs_embeds": IDS}, r"expected \(batch, tokens, width\)"),
-        ({"input_ids": IDS[:, :1]}, "at least one token a rank"),
-        ({"input_ids": IDS[:0]}, "at least one row"),
-        ({"input_ids": IDS, "labels": IDS[:, 1:]}, r"labels is a tensor of shape \(2, 7\): expected \(2, 8\)"),
-        ({"input_ids": IDS, "labels": IDS, "shift_labels": IDS}, "labels and shift_labels; leave one out"),
-        (
-            {"input_ids": IDS, "attention_mask": IDS[:, :4]},
-            r"attention_mask is .*expected \(2, 8\), the whole sequence",
-        ),
-        ({"input_ids": IDS, "attention_mask": torch.tensor([[1, 0, 1, 1] * 2] * 2)}, "masked tokens between real ones"),
-        ({"input_ids": IDS, "position_ids": torch.ones(3, 2, 8)}, r"expected \(2, 8\) or \(1, 8\), the whole sequence"),
-        ({"input_ids": IDS, "position_ids": torch.arange(8)[None] + 3}, "must count 0, 1, 2, … over the whole row or"),
-        ({"input_ids": IDS, "position_ids": torch.arange(8)[None] * 2}, "must count 0, 1, 2, … over the whole row or"),
-        ({"input_ids": IDS, "cu_seq_lens_q": CUTS}, "cu_seq_lens_k is missing"),
-        ({"input_ids": IDS, "cu_seq_lens_q": CUTS, "cu_seq_lens_k": CUTS + 0.5}, "expected running totals"),
-        ({"input_ids": IDS, "cu_seq_lens_q": CUTS, "cu_seq_lens_k": CUTS, "max_length_k": 7}, "max_length_k=7 is less"),
-        (
-            {"input_ids": IDS, "cu_seq_lens_q": [0, 3, 6], "cu_seq_lens_k": [0, 3, 6]},
-            "cu_seq_lens has 3 tokens per row, but the batch or attention_mask has 8",
-        ),
-        ({"input_ids": IDS, "cu_seq_lens_q": [0, 16], "cu_seq_lens_k": [0, 16]}, "one at the end of every row"),
-        ({"input_ids": IDS, "max_length_q": 8}, "max_length needs cu_seq_lens"),
-        ({"input_ids": IDS, "labels": IDS * 0 - 100}, "every label is -100 or padding"),
-        (
-            {"input_ids": IDS, "labels": IDS, "attention_mask": torch.tensor([[1] + [0] * 7] * 2) * 0},
-            "every label is -100 or padding",
-        ),
-    ],
-)
-def test_a_batch_that_cannot_be_cut_is_refused(batch: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        cut(batch, 2)
-
-
-def test_a_batch_may_lack_labels_if_others_have_some() -> None:
-    attention = MeshAttention(LocalGroup(2).comm(0))
-    batch = {"input_ids": IDS, "labels": torch.full_like(IDS, -100)}
-    local = shard_batch(attention, batch, is_compared=False, may_lack_labels=True)
-    assert local["num_items_in_batch"] == 0
-    assert (local["shift_labels"] == -100).all()
-
-
-def test_labels_of_the_tokens_themselves_are_not_shifted() -> None:
-    attention = MeshAttention(LocalGroup(2).comm(0))
-    labels, mask = torch.arange(16).reshape(2, 8), torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
-    batch = {"input_ids": IDS, "labels": labels, "attention_mask": mask}
-    local = shard_batch(attention, batch, shift_labels=False, is_compared=False)
-    assert torch.equal(local["labels"], attention.shard(labels.masked_fill(mask == 0, -100)))
-    assert "shift_labels" not in local
-    assert local["num_items_in_batch"] == 13
-    with pytest.raises(UsageError, match="shift_labels=False asks for labels; give those instead"):
-        shard_batch(attention, {"input_ids": IDS, "shift_labels": labels}, shift_labels=False, is_compared=False)
-
-
-def test_a_local_group_is_refused() -> None:
-    with pytest.raises(UsageError, match="all ranks of a local group are in this process"):
-        shard_batch(MeshAttention(LocalGroup(2)), {"input_ids": IDS})
 
 
 def cut_differently(group: Any, difference: str) -> str:
@@ -229,88 +105,7 @@ def test_a_refusal_on_one_rank_reaches_the_others(pool: RankPool) -> None:
     assert all("rank 1 refused the call" in answer for answer in (answers[0], answers[2]))
 
 
-# Loss
-
-
-@lru_cache(maxsize=1)
-def mesh_of_eight() -> DeviceMesh:
-    return DeviceMesh("cpu", torch.arange(8).reshape(2, 4), mesh_dim_names=("dp", "cp"))
-
-
-class Net(nn.Module):
-    """A model with attention, and a loss as transformers computes it: a sum over a number that it is told."""
-
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.attend = attend
-        random = torch.Generator().manual_seed(3)
-        draw = lambda *shape: nn.Parameter(torch.randn(shape, generator=random, dtype=torch.float64))  # noqa: E731
-        self.tokens, self.qkv, self.head = draw(11, 6), draw(6, 3, 2, 4), draw(8, 11)
-
-    def forward(self, input_ids: Tensor, shift_labels: Tensor, num_items_in_batch: Any, **rest: Any) -> Tensor:
-        x = self.tokens[input_ids] * (1 + rest["position_ids"][..., None] / 10)
-        q, k, v = torch.einsum("bsw,wchd->cbshd", x, self.qkv)
-        logits = self.attend(q, k, v, rest["cu_seq_lens_q"][1]).flatten(2) @ self.head
-        loss = cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), ignore_index=-100, reduction="sum")
-        return loss / num_items_in_batch
-
-
-def texts(dp: int) -> dict[str, Tensor]:
-    """Two data-parallel batches with very different numbers of labels."""
-    ids = torch.randint(11, (1, 13), generator=torch.Generator().manual_seed(dp))
-    labels = ids.clone()
-    labels[:, (4 if dp else 12) :] = -100
-    return {"input_ids": ids, "labels": labels}
-
-
-def alone(batches: int) -> tuple[float, list[Tensor]]:
-    """The mean over the tokens of all batches, in one process."""
-    attention = MeshAttention(LocalGroup(1).comm(0))
-    net = Net(lambda q, k, v, seq: attention(q, k, v, causal=True, seq_len=seq))
-    parts = [shard_batch(attention, texts(number)) for number in range(batches)]
-    sums = [net(**part) * part["num_items_in_batch"] for part in parts]
-    loss = sum(sums) / sum(int(part["num_items_in_batch"]) for part in parts)
-    loss.backward()
-    return loss.item(), [p.grad for p in net.parameters()]
-
-
-def loss_on_a_mesh(group: Any, how: str) -> tuple[float, list[Tensor]]:
-    """Eight ranks, two batches: gradients averaged by FSDP2, or summed by hand."""
-    mesh = mesh_of_eight()
-    attention = MeshAttention(mesh["cp"])
-    net: nn.Module = Net(lambda q, k, v, seq: attention(q, k, v, causal=True, seq_len=seq))
-    parameters = list(net.parameters())
-    if how == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        net = fully_shard(net, mesh=mesh._flatten("all"))
-        parameters = list(net.parameters())
-    numbers = [mesh.get_local_rank("dp") + 2 * call for call in range(2 if how == "accumulated" else 1)]
-    locals_ = [shard_batch(attention, texts(number)) for number in numbers]
-    options: dict[str, Any] = {"gradients": "averaged" if how == "fsdp2" else "summed"}
-    if how == "accumulated":
-        options["total_items"] = count_items(locals_, group=mesh)
-    loss = 0.0
-    for local in locals_:
-        local.pop("labels")
-        part = batch_loss(net(**local), local, group=mesh, **options)
-        part.backward()
-        loss += part.item()
-    gradients = [parameter.grad for parameter in parameters]
-    if how == "fsdp2":
-        return loss, [gradient.full_tensor() for gradient in gradients]
-    for gradient in gradients:
-        dist.all_reduce(gradient, group=group)
-    return loss, gradients
-
-
-@pytest.mark.parametrize("how", ["summed", "fsdp2", "accumulated"])
-def test_the_loss_and_gradients_of_dp_times_cp_are_those_of_one_process(pool: RankPool, how: str) -> None:
-    due, due_gradients = alone(4 if how == "accumulated" else 2)
-    for loss, gradients in pool.run(8, loss_on_a_mesh, how):
-        assert loss == pytest.approx(due, rel=1e-12)
-        for ours, theirs in zip(gradients, due_gradients, strict=True):
-            assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-13)
+# Loss; of models on a mesh in test_composition.py
 
 
 def reduce(group: Any, items: list[int], gradients: str, as_tensor: bool) -> tuple[float, float]:
@@ -338,35 +133,3 @@ def test_the_mean_of_no_tokens_is_nan_and_moves_nothing(pool: RankPool) -> None:
     for loss, gradient in pool.run(2, reduce, [0, 0], "averaged", False):
         assert loss != loss
         assert gradient == 0
-
-
-def refuse_loss(group: Any) -> list[str]:
-    scalar = torch.tensor(1.0)
-    calls: list[Callable[[], object]] = [
-        lambda: reduce_loss(scalar, 3, group=group, gradients="mean"),  # type: ignore[arg-type]
-        lambda: reduce_loss(torch.ones(2), 3, group=group),
-        lambda: reduce_loss(1.0, 3, group=group),  # type: ignore[arg-type]
-        lambda: reduce_loss(scalar, 0.5, group=group),  # type: ignore[arg-type]
-        lambda: reduce_loss(scalar, torch.tensor([3]), group=group),
-        lambda: batch_loss(scalar, {"input_ids": IDS}, group=group),
-    ]
-    messages = []
-    for call in calls:
-        try:
-            call()
-        except UsageError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_a_loss_that_is_not_one_is_refused(pool: RankPool) -> None:
-    (messages,) = pool.run(1, refuse_loss)
-    starts = [
-        "gradients='mean': expected averaged (FSDP2, DDP) or summed",
-        "loss_sum is a tensor of shape (2,)",
-        "loss_sum is float",
-        "num_items=0.5: expected this rank's number of labelled tokens",
-        "num_items=tensor([3])",
-        "batch_loss needs labels",
-    ]
-    assert [message.startswith(start) for message, start in zip(messages, starts, strict=True)] == [True] * 6

@@ -16,10 +16,8 @@ import torch
 from test_cli import Outcome, Run, as_json, assert_refused
 
 from mesh_attention import Problem, causal, cluster_named, make_plan
-from mesh_attention.errors import UsageError
 from mesh_attention.topology import Topology
 from mesh_attention_lab.cli.main import main
-from mesh_attention_lab.cli.replay import parse_methods
 from mesh_attention_lab.drawing.charts import Rates, rate_chart
 
 run = test_cli.run
@@ -56,48 +54,33 @@ def rows(out: str) -> list[list[str]]:
 # For people
 
 
-def test_it_says_what_was_played_on_what_and_what_is_left_out(run: Run) -> None:
+@pytest.mark.parametrize("columns", [80, 160])
+def test_a_table_has_a_row_for_each_method_and_pass_and_for_both(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     code, out, err = run(f"{REPLAY} --backward")
-    words = " ".join(out.split())
     assert (code, err) == (0, "")
-    assert words.startswith("replay of rank 2 of 4 on cpu, 1 thread: forward and backward; 64 tokens, 4 heads of 8,")
-    assert f"torch {torch.__version__}" in words
-    assert "kernel cpu flash, merging torch, 2 rounds step by step" in words
-    assert "plans and forecasts for h100: 4 ranks in one node, 360 GB/s per rank" in words
-    assert "Left out: other ranks being late, and contention in the network." in words
-
-
-def test_the_table_has_a_row_for_each_method_and_pass_and_for_both(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    out = run(f"{REPLAY} --backward").out
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= columns
     found = rows(out)
     assert [row[0] for row in found] == [f"{method} {what}" for method in METHODS for what in ("fwd", "bwd", "both")]
-    assert re.search(r"\nring fwd .*\n  ring 1x4", out)
-    assert re.search(r"\nulysses\+mesh fwd .*\n  ulysses 2 \+ pass-q 2x1", out)
-    for row in found:
-        assert len(row) == 8
-        assert float(row[1].replace(",", "")) > 0
-    assert {row[4] for row in found[:3]} == {"1.00"}
+    assert all(re.search(r" [+-]?\d+\.\d$", " ".join(row)) for row in found)
+    assert all(float(row[1].replace(",", "")) > 0 for row in found)
+    words = " ".join(out.split())
+    for part in (
+        "replay of rank 2 of 4 on cpu, 1 thread: forward and backward; 64 tokens, 4 heads of 8,",
+        f"torch {torch.__version__}",
+        "kernel cpu flash, merging torch, 2 rounds step by step",
+        "plans and forecasts for h100: 4 ranks in one node, 360 GB/s per rank",
+        "Left out: other ranks being late, and contention in the network.",
+    ):
+        assert part in words
+    assert re.search(r"a call of 32 tokens: \S+ TFLOP/s forward and \S+ TFLOP/s backward", words)
 
 
 def test_one_pass_has_no_row_for_both(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert [row[0] for row in rows(run(REPLAY).out)] == [f"{method} fwd" for method in METHODS]
-
-
-def test_the_one_kernel_has_a_line_of_its_own(run: Run) -> None:
-    out = " ".join(run(f"{REPLAY} --backward").out.split())
-    assert re.search(r"a call of 32 tokens: \S+ TFLOP/s forward and \S+ TFLOP/s backward", out)
-
-
-@pytest.mark.parametrize("columns", [80, 100])
-def test_nothing_is_wider_than_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    out = run(f"{REPLAY} --backward").out
-    assert max(len(line.rstrip()) for line in out.splitlines()) <= columns
-    with_figures = [" ".join(row) for row in rows(out)]
-    assert len(with_figures) == 9
-    assert all(re.search(r" [+-]?\d+\.\d$", row) for row in with_figures)
 
 
 # For machines
@@ -172,69 +155,19 @@ def test_a_plan_of_another_method_is_replayed(run: Run, tmp_path: Path) -> None:
     assert found["rows"][0]["plan"] == "my own 1x4, route ring, keep kv"
 
 
-def test_plan_files_that_do_not_fit_are_refused(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "plan.txt"
-    path.write_text(str(make_plan(PROBLEM, method="ring", direction="backward")))
-    assert_refused(
-        run(f"{REPLAY} --plan", path), f"--plan {path} is a plan of the backward pass; add --backward to play it"
-    )
-    other = run(f"{REPLAY} --backward --batch 2 --plan", path)
-    assert_refused(other, f"--plan {path} is for another problem: its batch is 1, expected 2")
-    unrolled = str(make_plan(PROBLEM, method="ring").unrolled())
-    path.write_text(re.sub(r"\n  send kv\d+ to \d+", "", unrolled, count=1))
-    code, out, err = run(f"{REPLAY} --plan", path)
-    assert (code, out) == (1, "")
-    assert f"{path} breaks the rules in " in err
-    assert f"'mesh-attention verify {path}' shows all" in err
-
-
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ("--methods ring,mseh", "--methods 'mseh': expected some of ring, all-gather"),
-        ("--methods 7", "expected some of ring, all-gather"),
-        ("--methods ,", "nothing to replay: give --methods, or a --plan"),
-        ("--rank 4", "--rank 4: expected a rank from 0 to 3"),
-        ("--rank -1", "--rank '-1': expected a whole number"),
-        ("--rounds 0", "--rounds '0': expected a whole number, 1 or more"),
-        ("--device tpu", "device 'tpu': torch "),
-        ("--kv-heads 2 --methods ulysses", "method ulysses: 2 KV heads cannot be spread over 4 ranks"),
-        ("--dtype int8", "dtype='int8': expected one of float64"),
-        ("--chart chart.gif", "--chart chart.gif: expected a file name that ends in"),
-        ("--cluster nowhere", "nowhere"),
-    ],
-)
-def test_what_cannot_be_done_is_one_line(run: Run, more: str, message: str) -> None:
-    assert_refused(run(f"{REPLAY} {more}"), message)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_refused(run: Run) -> None:
-    assert_refused(run(f"{REPLAY} --device cuda"), "device 'cuda': torch", "sees cpu here")
+@pytest.mark.parametrize("device", ["cuda", "tpu"])
+def test_a_device_that_is_not_there_is_refused(run: Run, device: str) -> None:
+    assert_refused(run(f"{REPLAY} --device {device}"), f"device '{device}': torch", "sees cpu here")
 
 
 def test_plans_that_do_not_fit_are_refused_before_anything_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mesh_attention_lab.replay.device.free_nbytes", lambda device: 1024)
     monkeypatch.setattr("mesh_attention_lab.replay.replay.replay", None)
     assert_refused(run(REPLAY), "ulysses+mesh and the one kernel need ", "but cpu has 1.00 KiB free; use more ranks")
-
-
-def test_methods_may_be_spelt_in_plain_letters() -> None:
-    for text in ("ulysses+mesh", "ulysses-mesh", "Ulysses + Mesh", "ulysses_mesh"):
-        assert parse_methods(text) == ("ulysses+mesh",)
-    assert parse_methods("ring, double-ring,best ,ring") == ("ring", "double ring", "best")
-    with pytest.raises(UsageError, match="expected some of ring, all-gather"):
-        parse_methods("attention2")
-
-
-def test_help_names_the_options(run: Run) -> None:
-    code, out, _ = run("replay --help")
-    assert code == 0
-    for option in ("--methods", "--plan", "--rank", "--rounds", "--device", "--cluster", "--no-graphs", "--chart"):
-        assert option in out
 
 
 # The picture

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import test_cli
 from test_cli import Run, as_json, assert_refused
-from test_cli_tune import is_code
 
 from mesh_attention import Problem, causal, cluster_named, make_plan, parse_plan
-from mesh_attention.plan.buffer_sizes import cache_nbytes
 from mesh_attention.tuning.result import tuning_from_json
+from mesh_attention_lab.cli.terminal import cache_nbytes
 from mesh_attention_lab.comparison import decode_trials
 
 run = test_cli.run
@@ -29,24 +27,6 @@ PROBLEM = Problem(
 
 
 # Turns
-
-
-def test_a_turn_is_told_with_its_time_cache_tile_and_reason(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = run(f"{TUNE} --layers 4")
-    assert (code, err) == (0, "")
-    lines = [line.rstrip() for line in out.splitlines()]
-    assert "forward; 512 new tokens on 64k cached, 8 heads (2 KV) of 64, bfloat16" in lines
-    assert max(len(line) for line in lines if not is_code(line)) <= 80
-    assert " for 4 layers; " in lines[1]
-    start = next(i for i, line in enumerate(lines) if line.startswith("cache "))
-    assert lines[start].endswith("for 4 layers, on each rank")
-    assert [line.split()[0] for line in lines[start + 1 : start + 3]] == ["tile", "why"]
-    words = " ".join(out.split())
-    assert "512 new queries are 512 KiB, keys and values 32.2 MiB, 4.03 MiB a rank: " in words
-    # A cache states its own layout, so code that uses the choice states none.
-    assert not re.search(r"\bturn\b|layout=\"", words[words.index("to run exactly this") :])
-    assert "turn" not in lines[0]
 
 
 def test_a_turn_as_json_can_be_read_back(run: Run) -> None:
@@ -74,10 +54,6 @@ def test_plan_simulate_and_draw_take_a_turn(run: Run, tmp_path: Path) -> None:
     saved = parse_plan(file.read_text(encoding="utf-8"))
     planned = make_plan(PROBLEM, tile=(4, 2), layout="turn")
     assert (saved.digest, saved.layout.name) == (planned.unrolled().digest, "turn")
-    out = run(f"simulate --cluster h100 {turn} --layers 3").out
-    assert "\nmesh 4x2 forward; 512 new tokens on 64k cached, 8 heads (2 KV) of 64, bfloat16" in out
-    assert " for 3 layers; " in out
-    assert "for 3 layers, on each rank" in out
     assert as_json(run(f"simulate --cluster h100x8 --layers 3 --json {file}"))["layers"] == 3
     drawn = as_json(run(f"draw --ranks 4 --new 8 --cached 256 {SIZES} --json --out", tmp_path / "pictures"))
     assert list(drawn["digests"]) == ["forward"]
@@ -85,28 +61,6 @@ def test_plan_simulate_and_draw_take_a_turn(run: Run, tmp_path: Path) -> None:
 
 
 # Decoded steps
-
-
-def test_a_step_is_told_with_its_time_cache_way_and_rivals(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = run(f"{DECODE} --layers 32")
-    assert (code, err) == (0, "")
-    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
-    words = " ".join(out.split())
-    assert words.startswith('write cache.decode({chat: 1}, queries="replicated", combine="')
-    assert "decode; 8 sequences, each 1 new token on 1m cached, 8 heads (2 KV) of 64, bfloat16" in words
-    for part in (
-        "for 32 layers, a token",
-        "memory cache of ",
-        "attend ",
-        "to read keys and values",
-    ):
-        assert part in words
-    assert [line.split()[0] for line in out.splitlines() if line.startswith(("replicated,", "sharded"))] == [
-        "replicated,",
-        "replicated,",
-        "sharded",
-    ]
 
 
 def test_a_step_as_json_is_the_forecast(run: Run) -> None:
@@ -182,37 +136,3 @@ def test_without_a_cluster_the_device_and_its_link_are_measured(run: Run) -> Non
     assert answer["is_measured"]
     assert answer["cluster"]["device"]["forward"]["call_us"] > 0
     assert answer["cluster"]["between"]["gb_per_s"] > 0
-
-
-# Refusals
-
-
-BAD_LINES = [
-    (f"{TUNE} --seq 64k", "--seq cannot be combined with --new; leave it out"),
-    (f"{TUNE} --seq-kv 64k --window 4,0", "--seq-kv, --window cannot be combined with --new; leave them out"),
-    (f"{TUNE} --documents 0,512", "--documents cannot be combined with --new"),
-    (f"{TUNE} --backward", "--backward cannot be combined with --new"),
-    (f"{TUNE} --layout zigzag", "--layout cannot be combined with --new"),
-    (f"{TUNE} --queries replicated", "--queries needs --decode"),
-    (f"{TUNE} --against seq --chart x.svg", "--new cannot be combined with --against seq; leave it out"),
-    (f"{TUNE} --decode", "a decoded step takes at most 16 new tokens of each sequence; a turn takes more"),
-    (f"{TUNE} --layers 0", "--layers '0': expected a whole number, 1 or more"),
-    ("tune --cluster h100x8 --heads 8", "Missing option '--seq'; give the length of the sequence, or for serving"),
-    ("tune --cluster h100x8 --heads 8 --cached 4k", "--cached needs --new TOKENS (or --prefill)"),
-    ("tune --cluster h100x8 --heads 8 --seq 4k --layers 2", "--layers needs --new or --decode"),
-    ("tune --cluster h100x8 --heads 8 --decode", "--decode needs --cached TOKENS"),
-    (f"{DECODE} --seq 4k", "--seq cannot be combined with --decode"),
-    (f"{DECODE} --queries all", "--queries 'all': expected one of replicated sharded"),
-    (f"{DECODE} --memory 4GiB --layout zigzag", "--layout, --memory cannot be combined with --decode"),
-    (f"plan --ranks 4 {TURN} --backward", "--backward cannot be combined with --new"),
-    (f"simulate --cluster h100x4 {TURN} --backward", "--backward cannot be combined with --new"),
-    (f"draw --ranks 4 {TURN} --layout zigzag", "--layout cannot be combined with --new"),
-    (f"{REPLAY} --new 32 --backward", "--backward cannot be combined with --new"),
-    (f"{REPLAY} --decode --cached 64 --methods ring", "--methods cannot be combined with --decode"),
-    (f"{REPLAY} --decode --cached 64 --rank 4", "--rank 4: expected a rank from 0 to 3"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), BAD_LINES)
-def test_contradictions_are_one_line(run: Run, line: str, message: str) -> None:
-    assert_refused(run(line), message)

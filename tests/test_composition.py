@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
 from pool import shared_pool
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from training_model import TOKENS, VOCABULARY, Block, Model, plain_attention
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.batches import reduce_loss
+from mesh_attention.batches import batch_loss, count_items, shard_batch
 from mesh_attention.integrations.pytorch import saved_attention
 
 ROWS, STEPS = 4, 5
@@ -73,7 +74,7 @@ def on_a_mesh(axes: dict[str, int], device: str) -> DeviceMesh:
 
 
 def train(
-    group: Any, axes: dict[str, int], how: str, options: dict[str, Any], device: str = "cpu"
+    _: Any, axes: dict[str, int], how: str, options: dict[str, Any], device: str = "cpu"
 ) -> list[tuple[str, float]]:
     """How far each parameter is from the single process's after some steps."""
     mesh = on_a_mesh(axes, device)
@@ -85,15 +86,25 @@ def train(
     optimizer = new_optimizer(model)
     max_norm = None if "tp" in axes else 0.5  # torch does not clip parameters of several meshes together
     rank, rows = mesh.get_local_rank("dp"), ROWS // axes["dp"]
+    group, is_by_hand = mesh["dp", "cp"], how == "by hand"
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, causal=True, seq_len=TOKENS)
 
     for step in range(STEPS):
-        ids, labels = (attention.shard(whole[rank * rows :][:rows]) for whole in data(step, device))
+        mine = (whole[rank * rows :][:rows].chunk(1 + (how == "accumulated")) for whole in data(step, device))
+        parts = zip(*mine, strict=True)
+        batches = [shard_batch(attention, {"input_ids": ids, "shift_labels": labels}) for ids, labels in parts]
+        options: dict[str, Any] = {"gradients": "summed" if is_by_hand else "averaged"}
+        if how == "accumulated":
+            options["total_items"] = count_items(batches, group=group)
         optimizer.zero_grad()
-        logits = model(ids, attention.position_ids(TOKENS, device=torch.device(device)), attend)
-        reduce_loss(loss_sum(logits, labels), (labels != -100).sum(), group=mesh["dp", "cp"]).backward()
+        for batch in batches:
+            logits = model(batch["input_ids"], batch["position_ids"], attend)
+            mean = loss_sum(logits, batch["shift_labels"]) / batch["num_items_in_batch"]
+            batch_loss(mean, batch, group=group, **options).backward()
+        for parameter in model.parameters() if is_by_hand else ():
+            dist.all_reduce(parameter.grad, group=data_mesh.get_group())  # type: ignore[union-attr]
         clip(model, max_norm)
         optimizer.step()
     truth = single_process(max_norm)
@@ -105,6 +116,8 @@ def spread(model: Model, mesh: DeviceMesh, data_mesh: DeviceMesh | None, how: st
         for block in model.blocks:
             columns = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
             parallelize_module(block, mesh["tp"], columns | dict.fromkeys(("out", "down"), RowwiseParallel()))
+    if how == "by hand":
+        return model
     if how == "DDP":
         return DistributedDataParallel(model, process_group=data_mesh.get_group())  # type: ignore[union-attr]
     if how == "checkpointed":
@@ -132,6 +145,8 @@ CASES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
     "HSDP, replicated over dp and sharded over cp": (FOUR, "replicated and sharded", {"method": "ring"}),
     "FSDP2 with checkpointing that saves attention": (FOUR, "checkpointed", {}),
     "DDP over dp × cp": (FOUR, "DDP", {"ulysses_degree": 2}),
+    "gradients summed by hand": (FOUR, "by hand", {}),
+    "FSDP2 over two batches a step": (FOUR, "accumulated", {}),
     "FSDP2 × context × tensor parallel": ({"dp": 2, "cp": 2, "tp": 2}, "sharded", {}),
 }
 

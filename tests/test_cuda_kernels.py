@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +16,14 @@ from kernel_cases import MASKS, check, make_case, positions
 from torch import Tensor
 
 from mesh_attention import causal, documents, full
-from mesh_attention.kernels import cuda, flash_attn, windowed
+from mesh_attention.kernels import flash_attn, launching, torch_attention, windowed
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, Kernel, RowGradient, Scores, aligned
-from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
+from mesh_attention.kernels.decode import TritonDecode
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel, Release
+from mesh_attention.kernels.intervals import IntervalKernel
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
+from mesh_attention.kernels.torch_attention import CudnnKernel, TorchFlashKernel
 
 PACKAGES: dict[Release, Callable[[list[str]], ModuleType]] = {
     FLASH_ATTN_2: flash_attn_2,
@@ -44,7 +46,7 @@ KERNELS_BY_NAME: dict[str, Kernel] = {
 def aten(monkeypatch: pytest.MonkeyPatch) -> FakeAten:
     fake = FakeAten()
     for name in ("cudnn_forward", "cudnn_backward", "flash_forward", "flash_backward"):
-        monkeypatch.setattr(cuda, f"_{name}", getattr(fake, name))
+        monkeypatch.setattr(torch_attention, f"_{name}", getattr(fake, name))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     return fake
 
@@ -212,7 +214,7 @@ def test_deterministic_gradients_use_torchs_switch_and_put_it_back(aten: FakeAte
     assert aten.calls[-2:] == ["cudnn forward causal", "flash backward"]
     torch.set_deterministic_debug_mode("warn")
     try:
-        with pytest.raises(RuntimeError, match="out of memory"), cuda._same_bits():
+        with pytest.raises(RuntimeError, match="out of memory"), torch_attention._same_bits():
             raise RuntimeError("out of memory")
         assert torch.get_deterministic_debug_mode() == 1
         assert torch.utils.deterministic.fill_uninitialized_memory
@@ -232,13 +234,6 @@ def test_aligned_copies_only_what_it_must() -> None:
         assert copy.data_ptr() != odd.data_ptr()
 
 
-def test_slices_keep_to_their_memory() -> None:
-    q, k = torch.empty(2, 4, 100, 8), torch.empty(2, 1, 50, 8)
-    slices = list(ReferenceKernel(nbytes=2 * 4 * 50 * 4 * 30)._slices(q, k))
-    assert slices == [slice(0, 30), slice(30, 60), slice(60, 90), slice(90, 100)]
-    assert len(list(ReferenceKernel(nbytes=1)._slices(q, k))) == 100
-
-
 def demand(**changes: object) -> Demand:
     plain: dict[str, object] = {"device": "cuda", "dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 128}
     return Demand(**(plain | {"softcap": 0.0, "lse_gradient": False} | changes))  # type: ignore[arg-type]
@@ -247,9 +242,9 @@ def demand(**changes: object) -> Demand:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A GPU whose torch takes everything."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91600)
-    monkeypatch.setattr(cuda, "_torch_unsupported_reason", lambda can_use, demand: None)
+    monkeypatch.setattr(torch_attention, "_torch_unsupported_reason", lambda can_use, demand: None)
     return monkeypatch
 
 
@@ -264,48 +259,44 @@ def test_on_a_cpu_no_kernel_looks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
             assert kernel.unsupported_reason(demand(device="cpu", **changes)) == "runs on cuda, not on cpu", kernel.name
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"dtype": torch.float32}, "needs bfloat16 or float16, not torch.float32"),
-        ({"head_dim_qk": 60}, "needs head sizes that are multiples of 8, not 60 and 128"),
-        ({"softcap": 2.0}, "has no softcap"),
-        ({"lse_gradient": True}, "cannot take a gradient into the LSE in rows where dO is zero"),
-    ],
-)
-def test_what_no_fused_kernel_can_do(
-    hopper: pytest.MonkeyPatch, packages: list[str], changes: dict[str, object], reason: str
+DEMANDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "deterministic": {"deterministic": True},
+    "softcap": {"softcap": 2.0},
+    "a gradient into the LSE": {"lse_gradient": True},
+    "on a CPU": {"device": "cpu"},
+    "float32": {"dtype": torch.float32},
+    "float64": {"dtype": torch.float64},
+    "heads of 60": {"head_dim_qk": 60},
+    "heads of 96": {"head_dim_qk": 96, "head_dim_v": 96},
+    "heads of 192 and 128": {"head_dim_qk": 192},
+    "heads of 192 and 128, deterministic": {"head_dim_qk": 192, "deterministic": True},
+    "heads of 128 and 264": {"head_dim_v": 264},
+}
+
+
+def test_each_kernel_says_where_it_stops(
+    hopper: pytest.MonkeyPatch, packages: list[str], golden: Callable[[str, str], None]
 ) -> None:
-    for kernel in KERNELS_BY_NAME.values():
-        assert kernel.unsupported_reason(demand()) is None or kernel.name == "flash-attn 4"
-        assert kernel.unsupported_reason(demand(**changes)) == reason, kernel.name
-    has_intervals = find_spec("triton") is not None and (changes.keys() & {"softcap", "lse_gradient"})
-    assert choose_kernel(demand(**changes)).name == ("triton intervals" if has_intervals else "reference")
+    """Asked as a Hopper GPU with everything installed, and then with a little less."""
+    hopper.setattr(launching, "find_spec", lambda name: name)
+    hopper.setattr(torch.cuda, "is_available", lambda: True)
+    kernels: list[Any] = [*KERNELS_BY_NAME.values(), IntervalKernel(), TritonDecode()]
 
+    def said(title: str, kernels: Sequence[Any], changes: dict[str, Any]) -> list[str]:
+        launching.triton_unsupported_reason.cache_clear()
+        reasons = ((kernel.name, kernel.unsupported_reason(demand(**changes))) for kernel in kernels)
+        return [f"{title}: {name} {reason}" for name, reason in reasons if reason is not None]
 
-def test_each_kernel_says_where_it_stops(hopper: pytest.MonkeyPatch, packages: list[str]) -> None:
-    sizes = demand(head_dim_qk=192)
-    assert TorchFlashKernel().unsupported_reason(sizes) == "needs one head size, not 192 and 128"
-    assert CudnnKernel().unsupported_reason(sizes) is None
-    exact = demand(head_dim_qk=192, deterministic=True)
-    assert CudnnKernel(is_deterministic=True).unsupported_reason(exact) == (
-        "needs one head size to be deterministic, not 192 and 128"
-    )
-    three, four = FlashAttnKernel(FLASH_ATTN_3), FlashAttnKernel(FLASH_ATTN_4)
-    assert three.unsupported_reason(sizes) == "needs one head size among 8, 16, …, 256, not 192 and 128"
-    assert (
-        four.unsupported_reason(demand(head_dim_qk=96, head_dim_v=96))
-        == "needs one head size among 64, 128, not 96 and 96"
-    )
-    assert four.unsupported_reason(demand()) == "runs on compute capability 10, not on 9.0"
-    for kernel in (CudnnKernel(), TorchFlashKernel(), three):
-        assert kernel.unsupported_reason(demand(deterministic=True)) == "adds up dQ in no fixed order"
+    lines = [line for title, changes in DEMANDS.items() for line in said(title, kernels, changes)]
+    hopper.setattr(launching, "find_spec", lambda name: None)
+    lines += said("without Triton", kernels[-2:], {})
     hopper.setattr(torch.backends.cudnn, "version", lambda: 91500)
-    assert str(CudnnKernel().unsupported_reason(demand())).startswith("needs cuDNN 91501 or later")
-    hopper.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    assert CudnnKernel().unsupported_reason(demand()) == (
-        "runs better than flash on compute capability 9 and 10 only, not on 8.6"
-    )
+    lines += said("cuDNN 9.15.0", [CudnnKernel()], {})
+    hopper.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
+    lines += said("compute capability 8.6", [CudnnKernel()], {})
+    launching.triton_unsupported_reason.cache_clear()
+    golden("kernel-reasons.txt", "\n".join(lines) + "\n")
 
 
 def test_torch_is_asked_about_gradients() -> None:
@@ -317,12 +308,12 @@ def test_torch_is_asked_about_gradients() -> None:
         return False
 
     with torch.no_grad():
-        reason = cuda._torch_unsupported_reason(can_use_nothing, demand(device="cpu", head_dim_v=64))
+        reason = torch_attention._torch_unsupported_reason(can_use_nothing, demand(device="cpu", head_dim_v=64))
     assert asked == [(128, 64, True)]
     assert reason == (
         "cannot do torch.bfloat16 with head sizes 128 and 64 here, according to torch.backends.cuda.can_use_nothing"
     )
-    assert cuda._torch_unsupported_reason(lambda params: True, demand(device="cpu")) is None
+    assert torch_attention._torch_unsupported_reason(lambda params: True, demand(device="cpu")) is None
 
 
 def test_the_choice_is_logged_with_its_reasons(hopper: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

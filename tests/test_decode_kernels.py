@@ -183,21 +183,6 @@ def demand(**changes: Any) -> Demand:
 
 
 @in_plain_python
-def test_the_triton_kernel_says_where_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = TritonDecode()
-    assert kernel.unsupported_reason(demand(device="cpu")) == "runs on cuda, not on cpu"
-    assert (
-        kernel.unsupported_reason(demand(dtype=torch.float64)) == "needs a dtype of at most 32 bits, not torch.float64"
-    )
-    assert kernel.unsupported_reason(demand(head_dim_v=264)) == "needs head sizes up to 256, not 192 and 264"
-    for installed, reason in ((False, "needs triton, which is not installed"), (True, None)):
-        launching.triton_unsupported_reason.cache_clear()
-        monkeypatch.setattr(launching, "_is_installed", lambda installed=installed: installed)
-        assert kernel.unsupported_reason(demand()) == reason
-    launching.triton_unsupported_reason.cache_clear()
-
-
-@in_plain_python
 def test_torch_takes_what_triton_does_not() -> None:
     assert choose_decode(demand(device="cpu")).name == "torch"
     assert choose_decode(demand(dtype=torch.float64)).name == "torch"
@@ -232,14 +217,6 @@ def test_nothing_to_do_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @in_plain_python
-@pytest.mark.parametrize(
-    ("token_nbytes", "cols"), [(32, 128), (256, 128), (512, 64), (768, 32), (1024, 32), (4096, 16)]
-)
-def test_a_tile_of_tokens_takes_32_kib(token_nbytes: int, cols: int) -> None:
-    assert decode._tile(token_nbytes, 16, CPU).cols == cols
-
-
-@in_plain_python
 def test_stages_of_loading_suit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of compute capability 8.9, 8.0 and 9.0; 64 rows need more of it."""
     for program, sm, stages, resident in ((101376, 102400, 3, 1), (166912, 167936, 4, 1), (232448, 233472, 4, 2)):
@@ -247,9 +224,3 @@ def test_stages_of_loading_suit_the_shared_memory(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(decode, "shared_nbytes", lambda device, shared=shared: shared)
         assert decode._tile(512, 16, CPU) == SplitTile(64, 4, stages, resident)
     assert decode._tile(512, 64, CPU) == SplitTile(64, 4, 3, 2)
-
-
-@in_plain_python
-@pytest.mark.parametrize(("sequences", "splits", "aim"), [(1, 33, 33), (16, 33, 33), (17, 116, 99), (256, 355, 99)])
-def test_many_sequences_take_several_waves(sequences: int, splits: int, aim: int) -> None:
-    assert decode._most_splits(sequences, 33) == (splits, aim)

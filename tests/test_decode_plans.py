@@ -15,7 +15,7 @@ from serving_cases import dense
 from strategies import step_shapes
 from torch import Tensor
 
-from mesh_attention import LocalGroup, cluster_named, simulate
+from mesh_attention import LocalGroup, cluster_named
 from mesh_attention.arguments import Softmax
 from mesh_attention.comm.base import drive_together
 from mesh_attention.errors import UsageError
@@ -25,8 +25,9 @@ from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.decode import Blocks, TorchDecode
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.steps import Combine, Decode, Item
-from mesh_attention.planners.decoded_step import COMBININGS, QUERIES, StepShape, plan_decode
+from mesh_attention.planners.over_cache import COMBININGS, QUERIES, StepShape, plan_decode
 from mesh_attention.serving.step_runner import LayerCache, StepState
+from mesh_attention_lab.decode_simulator import simulate_decode
 from mesh_attention_lab.drawing.page import Scene
 from mesh_attention_lab.drawing.trace import to_perfetto
 
@@ -151,7 +152,7 @@ def test_a_forecast_of_a_step_has_a_trace_and_no_explorer_page(
     sizes = {"ranks": 4, "heads": 4, "kv_heads": 2, "head_dim_qk": 8, "head_dim_v": 8}
     plan = plan_decode(StepShape(new_tokens=(1, 3, 2), dtype="bfloat16", **sizes), **how)
     cluster = replace(cluster_named("h100x8"), ranks=4)
-    timeline = simulate(plan, cluster, spans_of=range(4), attend_s=1e-5)
+    timeline = simulate_decode(plan, cluster, spans_of=range(4), attend_s=1e-5)
     names = {event["name"] for event in to_perfetto(timeline)["traceEvents"]}
     assert {format_step(step) for step in plan.steps(0) if isinstance(step, Decode | Combine)} <= names
     with pytest.raises(UsageError, match="over a cache cannot be shown on the explorer page"):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from mesh_attention.errors import TopologyError
 from mesh_attention.execution import engine
 from mesh_attention.execution.autograd import attend as attend_with
 from mesh_attention.machine import tuned_strategy
-from mesh_attention.machine.tuned_strategy import TunedStrategy
 from mesh_attention.plan.layout import Listed, Zigzag, join, position_ids, shifted
 from mesh_attention.planners.choice import Choice
 
@@ -74,48 +71,29 @@ def test_every_rank_runs_what_rank_0_chose_and_only_rank_0_tunes(tmp_path: Path)
     assert len({tuple(plans) for plans, _ in results}) == 1
 
 
+BROKEN: dict[str, tuple[Any, str, set[int]]] = {
+    "kernel": (engine, "choose_kernel", {2}),
+    "tuner": (tuned_strategy.Tuner, "choose", {0, 1, 2}),
+    "facts": (tuned_strategy, "facts_of", {1}),
+}
+"""What fails, and on which ranks."""
+
+
 def _one_is_wrong(group: Any, folder: str, mistake: str) -> list[str]:
     rank = TorchComm(group).rank
+    is_odd = rank == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
         attention = MeshAttention(group, cluster="h100", memory_limit=1 if mistake == "memory" else None)
-        first = MISTAKES[mistake](attention, rank, patch)
-        patch.undo()
-        patch.setenv("XDG_CACHE_HOME", folder)
+        if mistake == "decides" and is_odd:
+            attention = MeshAttention(group, method="ring")
+        owner, name, ranks = BROKEN.get(mistake, (None, "", ()))
+        heads, softcap = 2 if mistake == "heads" and is_odd else 4, "x" if mistake == "argument" and is_odd else 0.0
+        with patch.context() as broken:
+            if rank in ranks:
+                broken.setattr(owner, name, fail)
+            first = said(lambda: attend(attention, heads=heads, softcap=softcap))
         return [first, str(attend(MeshAttention(group, cluster="h100")) < 1e-12)]
-
-
-def _no_kernel(attention: MeshAttention, rank: int, patch: pytest.MonkeyPatch) -> str:
-    if rank == 2:
-        patch.setattr(engine, "choose_kernel", fail)
-    return said(lambda: attend(attention))
-
-
-def _no_tuner(attention: MeshAttention, rank: int, patch: pytest.MonkeyPatch) -> str:
-    patch.setattr(tuned_strategy.Tuner, "choose", fail)
-    return said(lambda: attend(attention))
-
-
-def _no_facts(attention: MeshAttention, rank: int, patch: pytest.MonkeyPatch) -> str:
-    if rank == 1:
-        patch.setattr(tuned_strategy, "facts_of", fail)
-    return said(lambda: attend(attention))
-
-
-def _one_decides(attention: MeshAttention, rank: int, patch: pytest.MonkeyPatch) -> str:
-    mine = MeshAttention(attention.comms[0].group, method="ring") if rank == 1 else attention
-    return said(lambda: attend(mine))
-
-
-MISTAKES: dict[str, Callable[[MeshAttention, int, pytest.MonkeyPatch], str]] = {
-    "heads": lambda attention, rank, patch: said(lambda: attend(attention, heads=2 if rank == 1 else 4)),
-    "argument": lambda attention, rank, patch: said(lambda: attend(attention, softcap="x" if rank == 1 else 0.0)),
-    "memory": lambda attention, rank, patch: said(lambda: attend(attention)),
-    "kernel": _no_kernel,
-    "tuner": _no_tuner,
-    "facts": _no_facts,
-    "decides": _one_decides,
-}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +120,7 @@ def test_all_ranks_hear_of_a_mistake_and_go_on(
 # Measuring
 
 
-def _measure(group: Any, folder: str, *, is_known: bool) -> tuple[list[str], float]:
+def _measure(group: Any, folder: str, is_known: bool) -> tuple[list[str], float]:
     """On a busy machine, times may be inconsistent: they are taken, but not fitted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
@@ -157,17 +135,9 @@ def _measure(group: Any, folder: str, *, is_known: bool) -> tuple[list[str], flo
         return plans_of(attention), max(error, attend(attention, seq=2 * SEQ))
 
 
-def _measure_first(group: Any, folder: str) -> tuple[list[str], float]:
-    return _measure(group, folder, is_known=False)
-
-
-def _measure_again(group: Any, folder: str) -> tuple[list[str], float]:
-    return _measure(group, folder, is_known=True)
-
-
 def test_ranks_measure_once_and_the_next_job_reads_it(tmp_path: Path) -> None:
-    first = shared_pool().run(4, _measure_first, str(tmp_path))
-    again = shared_pool().run(4, _measure_again, str(tmp_path))
+    first = shared_pool().run(4, _measure, str(tmp_path), False)
+    again = shared_pool().run(4, _measure, str(tmp_path), True)
     assert len(list(tmp_path.glob("mesh-attention/measured-*.toml"))) == 1
     assert all(error < 1e-12 for _, error in first + again)
     assert len({tuple(plans) for plans, _ in first + again}) == 1
@@ -231,34 +201,6 @@ def test_rank_0_logs_one_line_for_a_choice(cluster: str | None, parts: tuple[str
     (line,) = first
     for part in (*parts, 'to decide yourself: MeshAttention(group, choice="…")'):
         assert part in line, line
-
-
-# Where prices count
-
-
-class _Comm:
-    rank, size = 0, 4
-
-    def __init__(self, *, is_capturable: bool) -> None:
-        self.is_capturable = is_capturable
-
-
-@pytest.mark.parametrize(
-    ("device", "is_nccl", "cluster", "is_shared"),
-    [
-        ("cpu", False, None, False),
-        ("cuda", False, None, False),
-        ("cuda", True, None, True),
-        ("cpu", False, "measure", True),
-        ("cuda", False, "measure", True),
-    ],
-)
-def test_prices_count_on_nccl_and_where_they_are_asked_for(
-    device: str, is_nccl: bool, cluster: Any, is_shared: bool
-) -> None:
-    strategy = TunedStrategy(Zigzag(), cluster, None, 0)
-    talk = SimpleNamespace(comm=_Comm(is_capturable=is_nccl), device=torch.device(device))
-    assert strategy._is_cost_based(talk) == is_shared  # type: ignore[arg-type]
 
 
 def test_in_one_process_the_default_is_volume_based_and_what_is_decided_stays() -> None:

@@ -16,7 +16,7 @@ from test_draw import page_data
 from mesh_attention import LocalGroup, MeshAttention, Problem, causal, make_plan, rank_costs
 from mesh_attention.machine.fit import CallTime, Measurement, MemoryTimes
 from mesh_attention_lab.cli import demo as demo_command_module
-from mesh_attention_lab.cli.demo import _methods, _problem, _verdict, _worst, write_report
+from mesh_attention_lab.cli.demo import _methods, _problem, write_report
 from mesh_attention_lab.cli.demo_worker import MethodResult, RankResults, make_inputs
 from mesh_attention_lab.cli.main import main
 from mesh_attention_lab.launch import WorkerError, run_processes
@@ -145,21 +145,6 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(
     (tmp_path / "taken").write_text("mine")
     assert main(["demo", "--report", str(tmp_path / "taken")]) == 2
     assert "taken: cannot be written: file exists; write elsewhere" in capsys.readouterr().err
-
-
-def test_the_verdict_names_the_method_that_moved_the_fewest_bytes() -> None:
-    methods = _methods(_problem(8, 512))
-    received = dict(zip(methods, (210, 140, 140, 120), strict=True))
-    rows = [
-        _worst([MethodResult(**NOTHING | {"method": name, "tile": "2·2x2", "received_nbytes": nbytes << 20})])
-        for name, nbytes in received.items()
-    ]
-    assert _verdict(methods, rows) == (
-        "ulysses+mesh 2·2x2 wins with 120 MiB received by a rank, 0.57 of ring's: with ring, a rank receives the K "
-        "and V of all 7 others; with a 2x2 tile, once 2 ranks have traded heads for tokens, it receives 1 query shard "
-        "and 1 KV shard and returns 1 partial result."
-    )
-    assert "No method moved fewer bytes than ring" in _verdict(methods, rows[:1])
 
 
 def fail_on_rank_1() -> str:

@@ -11,10 +11,7 @@ import test_cli
 from page_scenes import unpacked
 from test_cli import Run, as_json
 
-from mesh_attention import Plan, Problem, causal, cluster_named, make_plan
-from mesh_attention.plan.format import format_step
-from mesh_attention.plan.steps import Attend
-from mesh_attention_lab.cli.draw import scene_of, with_rivals
+from mesh_attention import Plan, Problem, causal, make_plan
 
 SIZES = "--seq 4k --heads 8 --kv-heads 4 --head-dim 64 --causal"
 DRAW = f"draw --ranks 4 --tile 2x2 {SIZES}"
@@ -24,32 +21,6 @@ def plan_of(ranks: int, **options: Any) -> Plan:
     mask = options.pop("mask", causal())
     problem = Problem.self_attention(seq_len=131072, heads=32, kv_heads=8, head_dim=128, ranks=ranks, mask=mask)
     return make_plan(problem, **options)
-
-
-# Scenes
-
-
-def test_the_main_methods_are_scenes() -> None:
-    topology = cluster_named("h100x16")
-    subject = scene_of({"forward": plan_of(16, tile=(8, 2))}, topology, report=lambda *progress: None)
-    found = with_rivals(subject, topology, report=lambda *progress: None)
-    chosen = [(scene.method, scene.tile) for scene in found]
-    assert found[0] is subject
-    assert chosen == [
-        ("mesh", "8x2"),
-        ("ring", "1x16"),
-        ("pass-q", "16x1"),
-        ("mesh", "2x8"),
-        ("attention2d", "2x8"),
-        ("ulysses+mesh", "8·1x2"),
-        ("mesh", "4x4"),
-    ]
-    for scene in found:
-        spans = scene.forecasts["forward"].spans
-        assert {span.rank for span in spans} == set(range(16))
-        names = {span.name for span in spans if span.rank == 5 and span.name.startswith("attend")}
-        steps = scene.plans["forward"].program(5).steps
-        assert names == {format_step(step) for step in steps if isinstance(step, Attend)}
 
 
 # The command

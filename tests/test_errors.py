@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mesh_attention import DisagreementError
 
 GOLDEN = Path(__file__).parent / "golden" / "python"
 
@@ -32,13 +34,21 @@ def _answer(source: str, names: dict[str, Any]) -> list[str]:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            exec(compile(source, "session", "single"), names)
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}".splitlines()
-    return printed.getvalue().splitlines()
+            exec(compile(f"{source}\n", "session", "single"), names)
+    except (ValueError, DisagreementError) as error:
+        return f"{type(error).__name__}: {error}".replace("\0", r"\0").splitlines()
+    return [line.rstrip() for line in printed.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
+def sessions() -> Iterator[Any]:
+    """Those of transformers take long."""
+    for path in sorted(GOLDEN.glob("*.txt")):
+        yield pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem.startswith("transformers") else [])
+
+
+@pytest.mark.parametrize("path", list(sessions()))
 def test_what_is_said_is_what_it_was(path: Path, golden: Callable[[str, str], None]) -> None:
     """Rewrite with --rewrite-golden, then read the diff. A new case is a line of Python, after `>>>`."""
+    if path.stem.startswith("transformers"):
+        pytest.importorskip("transformers")
     golden(f"python/{path.name}", as_said(path.read_text(encoding="utf-8")))

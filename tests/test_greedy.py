@@ -9,10 +9,10 @@ from strategies import directions
 
 from mesh_attention import Problem, Tile, causal
 from mesh_attention.plan.assignment import Assignment
-from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
+from mesh_attention.plan.schedule import Fetch, Meet, Return
 from mesh_attention.plan.steps import KINDS, Direction
 from mesh_attention.planners.costs import Costs, estimate_costs
-from mesh_attention.planners.greedy import greedy_moves
+from mesh_attention.planners.make import greedy_moves
 
 COSTS = st.builds(Costs, **{kind: st.floats(0.01, 50) for kind in KINDS})
 TILES = st.builds(Tile, st.integers(1, 9), st.integers(1, 9))
@@ -41,63 +41,12 @@ def test_every_block_meets_once_after_its_fetches_and_before_its_return(
     assert len(met) == tile.rows * tile.cols
 
 
-def fetches_between_meets(moves: tuple[Move, ...]) -> list[int]:
-    counts = [0]
-    for move in moves:
-        if isinstance(move, Meet):
-            counts.append(0)
-        elif isinstance(move, Fetch):
-            counts[-1] += 1
-    return counts
-
-
-@pytest.mark.parametrize("cost", [0.1, 1.0, 10.0])
-def test_ring_is_the_one_row_tile(cost: float) -> None:
-    """Fetch the next, attend the last: one shard ahead, for any cost of the link."""
-    moves = greedy_moves(Tile(1, 6), "forward", costs=Costs(kv=cost))
-    assert [m for m in moves if isinstance(m, Fetch)] == [Fetch("kv", i) for i in range(1, 6)]
-    assert [m for m in moves if isinstance(m, Meet)] == [Meet((0,), (i,)) for i in range(6)]
-    assert fetches_between_meets(moves) == [1, 1, 1, 1, 1, 0, 0]
-
-
-def test_a_single_block_needs_no_transfer() -> None:
-    assert greedy_moves(Tile(1, 1), "forward", costs=Costs()) == (Meet((0,), (0,)), Return("o", 0))
-
-
-def test_a_cheap_kind_is_fetched_first() -> None:
-    moves = greedy_moves(Tile(4, 4), "forward", costs=Costs(q=8.0, kv=1.0))
-    fetched = [m.kind for m in moves if isinstance(m, Fetch)]
-    assert fetched == ["kv"] * 3 + ["q"] * 3
-
-
-def test_rows_leave_before_the_own_row_is_done() -> None:
-    """Communication-bound: something is left to compute while the last partial travels."""
-    moves = greedy_moves(Tile(4, 4), "forward", costs=Costs(q=0.5, kv=0.5, o=2.0))
-    last_meet = max(i for i, m in enumerate(moves) if isinstance(m, Meet))
-    returned = [m.offset for m in moves[:last_meet] if isinstance(m, Return)]
-    assert returned == [1, 2, 3]
-
-
-def test_backward_completes_rows_and_columns_in_turn() -> None:
-    moves = greedy_moves(Tile(4, 4), "backward", costs=Costs(q=0.1, do=0.1, kv=0.2, dq=1.0, dkv=1.0))
-    kinds = [m.kind for m in moves if isinstance(m, Return) and m.offset]
-    assert sorted(kinds) == ["dkv"] * 3 + ["dq"] * 3
-    assert kinds[:3] != ["dq"] * 3 or kinds[3:] != ["dkv"] * 3
-
-
 @pytest.mark.parametrize(("tile", "most"), [(Tile(16, 16), 48), (Tile(1, 256), 70), (Tile(256, 1), 70)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_grouping_makes_few_large_calls(tile: Tile, most: int, direction: Direction) -> None:
     costs = Costs(q=0.2, kv=0.4, do=0.1, o=0.2, dq=0.1, dkv=0.2)
     calls = [m for m in greedy_moves(tile, direction, costs=costs, blocks_per_call=4) if isinstance(m, Meet)]
     assert len(calls) <= most
-
-
-def test_compute_does_not_wait_for_a_full_call_behind_a_slow_link() -> None:
-    """A ring whose link is as fast as compute: one block at a time costs nothing, eight at a time six blocks more."""
-    moves = greedy_moves(Tile(1, 8), "forward", costs=Costs(kv=1.0), blocks_per_call=8)
-    calls = [len(m.cols) for m in moves if isinstance(m, Meet)]
-    assert calls == [1] * 8
 
 
 def test_costs_follow_from_bytes_and_flops() -> None:

@@ -6,16 +6,16 @@ A GPU meets every check in tests/gpu.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
+import strategies
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from mesh_attention import causal, documents, full, window
+from mesh_attention import causal
 from mesh_attention.kernels import intervals, launching
-from mesh_attention.kernels.base import CallMask, Demand, RowGradient, Scores
+from mesh_attention.kernels.base import CallMask, RowGradient, Scores
 from mesh_attention.kernels.intervals import SMALL_TILES, TILES, IntervalKernel, ProgramTile, is_ascending
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention_lab.testing import kernel_conformance as conformance
@@ -38,16 +38,9 @@ in_plain_python = pytest.mark.skipif(IS_INTERPRETED, reason="already interpreted
 
 @st.composite
 def masks(draw: st.DrawFn) -> CallMask:
-    """Bands inside documents, over one or two segments of any stride on each side, in the order of their positions."""
+    """Of one or two segments of any stride on each side, in the order of their positions."""
     seq_q, seq_kv = (draw(st.integers(1, 60)) for _ in range(2))
-    mask = full()
-    if draw(st.booleans()):
-        mask = window(*(draw(st.integers(-1, 40)) for _ in range(2)))
-    if draw(st.booleans()):
-        count = draw(st.integers(0, 3))
-        inner = [sorted(draw(st.integers(0, end)) for _ in range(count)) for end in (seq_q, seq_kv)]
-        mask = mask & documents([0, *inner[0], seq_q], [0, *inner[1], seq_kv])
-    q, kv = draw(segments(seq_q)), draw(segments(seq_kv))
+    mask, q, kv = draw(strategies.masks(seq_q, seq_kv)), draw(segments(seq_q)), draw(segments(seq_kv))
     return CallMask("positions", mask, q, kv, seq_q, seq_kv)
 
 
@@ -84,28 +77,6 @@ def test_tokens_in_another_order_have_no_intervals() -> None:
     scores = Scores(mask, 0.3)
     due, _ = ReferenceKernel().forward(q, k, v, scores)
     torch.testing.assert_close(KERNEL.forward(q, k, v, scores)[0], due)
-
-
-def demand(**changes: Any) -> Demand:
-    plain = {"device": "cuda", "dtype": torch.bfloat16, "head_dim_qk": 128, "head_dim_v": 64}
-    return Demand(**(plain | {"softcap": 5.0, "lse_gradient": True, "deterministic": True} | changes))
-
-
-@in_plain_python
-def test_the_kernel_says_where_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = IntervalKernel()
-    assert kernel.unsupported_reason(demand(device="cpu")) == "runs on cuda, not on cpu"
-    assert kernel.unsupported_reason(demand(dtype=torch.float32)) == "needs bfloat16 or float16, not torch.float32"
-    for dims in ((60, 64), (264, 64), (64, 264)):
-        reason = f"needs head sizes that are multiples of 8, up to 256, not {dims[0]} and {dims[1]}"
-        assert kernel.unsupported_reason(demand(head_dim_qk=dims[0], head_dim_v=dims[1])) == reason
-    launching.triton_unsupported_reason.cache_clear()
-    monkeypatch.setattr(launching, "_is_installed", lambda: False)
-    assert kernel.unsupported_reason(demand()) == "needs triton, which is not installed"
-    launching.triton_unsupported_reason.cache_clear()
-    monkeypatch.setattr(launching, "_is_installed", lambda: True)
-    assert kernel.unsupported_reason(demand()) is None
-    launching.triton_unsupported_reason.cache_clear()
 
 
 @in_plain_python

@@ -1,26 +1,29 @@
+"""Layouts give every token one home, and masks count their pairs; both are compared with a dense matrix or a list."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import layouts, listed
+from strategies import layouts, listed, masks
 from torch.distributed.tensor import Shard
 
-from mesh_attention import Contiguous, Problem, Striped, Zigzag, causal, full, make_plan, window
-from mesh_attention.masks import Mask
-from mesh_attention.plan.counts import flops_by_rank, imbalance
+from mesh_attention import Problem, Striped, Zigzag, causal, make_plan, window
+from mesh_attention.masks import BlockKind, Mask, _floor_sum
 from mesh_attention.plan.layout import (
     Cached,
     Chunks,
     Layout,
-    TypicalTurn,
     inverse_permutation,
     layout_named,
     parse_layout,
     permutation,
     position_ids,
 )
+from mesh_attention.plan.parse import parse_mask
+from mesh_attention_lab.comparison import flops_by_rank, imbalance
+from mesh_attention_lab.testing.kernel_conformance import is_unmasked
 
 
 @given(layouts(), st.integers(0, 200), st.integers(1, 40))
@@ -53,15 +56,6 @@ def test_the_inverse_undoes_the_permutation(layout: Layout, tokens: int, ranks: 
     assert [sharded[i] for i in inverse] == whole
 
 
-def test_zigzag_gives_a_rank_one_run_from_each_end() -> None:
-    assert Zigzag().segments(1, seq_len=80, ranks=4) == (range(10, 20), range(60, 70))
-
-
-def test_segments_of_a_rank_without_tokens_are_none() -> None:
-    assert all(Zigzag().segments(rank, seq_len=0, ranks=3) == () for rank in range(3))
-    assert Striped().segments(5, seq_len=4, ranks=8) == ()
-
-
 @pytest.mark.parametrize("layout", [Zigzag(), Striped()])
 @pytest.mark.parametrize("ranks", [7, 16])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -88,15 +82,40 @@ def test_listed_layouts_read_back_and_cover_every_token_once(data: st.DataObject
     assert hash(parse_layout(both.text)) == hash(both)
 
 
-def test_a_turn_puts_new_tokens_in_zigzag_after_cached_ones() -> None:
-    problem = Problem(seq_q=8, seq_kv=24, heads=1, kv_heads=1, head_dim_qk=1, head_dim_v=1, ranks=2, mask=causal())
-    queries, keys = (TypicalTurn().along(axis, problem) for axis in ("row", "col"))  # type: ignore[arg-type]
-    assert queries.segments(0, seq_len=8, ranks=2) == (range(2), range(6, 8))
-    assert keys.segments(0, seq_len=24, ranks=2) == (range(4), range(12, 18), range(22, 24))
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Mask, range, range, int, int]:
+    seq_q, seq_kv = draw(st.integers(1, 30)), draw(st.integers(1, 30))
+    q, kv = (
+        range(*sorted(draw(st.tuples(*[st.integers(0, seq)] * 2))), draw(st.integers(1, 6))) for seq in (seq_q, seq_kv)
+    )
+    return draw(masks(seq_q, seq_kv)), q, kv, seq_q, seq_kv
 
 
-def test_the_default_layout_suits_the_mask() -> None:
-    def default(mask: Mask) -> Layout:
-        return make_plan(Problem.self_attention(seq_len=96, heads=8, head_dim=4, ranks=12, mask=mask)).layout
+@given(cases())
+def test_counts_and_kinds_equal_the_dense_matrix(case: tuple[Mask, range, range, int, int]) -> None:
+    mask, q, kv, seq_q, seq_kv = case
+    dense = sum(is_unmasked(mask, x, y, seq_q, seq_kv) for x in q for y in kv)
+    assert mask.pairs(q, kv, seq_q=seq_q, seq_kv=seq_kv) == dense
+    assert mask.is_empty(q, kv, seq_q=seq_q, seq_kv=seq_kv) == (dense == 0)
+    expected = BlockKind.EMPTY if dense == 0 else BlockKind.FULL if dense == len(q) * len(kv) else BlockKind.PARTIAL
+    assert mask.kind(q, kv, seq_q=seq_q, seq_kv=seq_kv) is expected
 
-    assert (default(causal()), default(full()), default(window(4, 0))) == (Zigzag(), Contiguous(), Contiguous())
+
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(0, 40), st.integers(0, 40))
+def test_floor_sum_equals_the_loop(count: int, divisor: int, slope: int, start: int) -> None:
+    expected = sum((slope * i + start) // divisor for i in range(count))
+    assert _floor_sum(count, divisor, slope, start) == expected
+
+
+def test_counting_a_million_tokens_needs_no_matrix() -> None:
+    tokens = 1 << 20
+    everything = range(tokens)
+    assert causal().pairs(everything, everything, seq_q=tokens, seq_kv=tokens) == tokens * (tokens + 1) // 2
+    strided = range(3, tokens, 256)
+    assert window(100, 0).pairs(strided, strided, seq_q=tokens, seq_kv=tokens) == len(strided)
+
+
+@given(st.data())
+def test_mask_text_reads_back(data: st.DataObject) -> None:
+    mask = data.draw(masks(20, 17))
+    assert parse_mask(str(mask)) == mask

@@ -60,7 +60,7 @@ def test_the_files_of_a_call_between_processes_are_those_of_the_page(tmp_path: P
 def test_the_files_of_a_tuning_are_those_of_the_page() -> None:
     passed = [file for file in traced(TUNING, []) if file not in VALUES | OF_A_CLUSTER | LOWERING]
     assert passed == listed("The life of a tuning")
-    assert len(passed) <= 27
+    assert len(passed) <= 24
 
 
 def traced(code: tuple[str, str, str], *arguments: list[str]) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,18 +15,14 @@ from mesh_attention import Problem, causal, cluster_named, make_plan, rank_costs
 from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
 from mesh_attention.machine.detected_cluster import (
     Facts,
-    Machine,
     calibrated_file,
     keep_measured,
     known_machine,
     measured_file,
-    placed,
-    preset_machine,
     ranks_per_node,
     read_kept,
-    sharers,
 )
-from mesh_attention.machine.tuned_strategy import Chosen, Tuner, describe_choice, find_alike, volume_based
+from mesh_attention.machine.tuned_strategy import Chosen, Tuner, find_alike, volume_based
 from mesh_attention.plan.assignment import divisors, tiles_of
 from mesh_attention.plan.layout import Contiguous, Zigzag
 from mesh_attention.plan.steps import DIRECTIONS
@@ -77,55 +71,6 @@ def test_equal_runs_of_hosts_are_nodes_even_if_the_last_is_smaller(nodes: int, s
     assert ranks_per_node(hosts[: len(hosts) - cut]) == size
 
 
-def test_hosts_in_turn_are_nodes_of_one() -> None:
-    assert ranks_per_node(["a", "b", "a", "b"]) == 1
-
-
-# Devices
-
-
-@pytest.mark.parametrize(("generation", "preset"), [(7, "a100"), (8, "a100"), (9, "h100"), (10, "b200"), (12, "b200")])
-def test_an_unknown_device_is_like_those_of_its_generation_and_the_machine_says_so(
-    generation: int, preset: str
-) -> None:
-    facts = [Facts(host="a", device="NVIDIA X1", generation=generation)] * 2
-    machine = preset_machine(facts)
-    assert machine.topology is not None
-    assert machine.topology.device.forward == PRESETS[preset].device.forward
-    assert "nearest to 'NVIDIA X1'" in str(machine)
-
-
-def test_a_whole_node_is_its_preset() -> None:
-    machine = preset_machine(ranks_on(*["a"] * 8))
-    assert machine == Machine(topology=PRESETS["h200"], source="preset")
-    two = preset_machine(ranks_on(*["a"] * 8, *["b"] * 8))
-    assert two.topology == cluster_named("h200x16")
-    assert str(two) == "h200, 2 nodes of 8, preset"
-
-
-def test_few_ranks_of_a_node_have_a_nic_each() -> None:
-    topology = preset_machine(ranks_on("a", "a", "b", "b")).topology
-    assert topology is not None
-    assert (topology.ranks_per_node, topology.nics_per_node) == (2, 2)
-
-
-def test_ranks_that_share_a_device_share_its_rates() -> None:
-    alone = ranks_on(*["a"] * 8)
-    crowd = [replace(one, uuid="one", memory_gib=140.0) for one in alone]
-    assert (sharers(alone), sharers(crowd), sharers([Facts(host="a", device="cpu")] * 3)) == (1, 8, 1)
-    whole, share = PRESETS["h200"].device, placed(PRESETS["h200"], crowd).device
-    assert share.forward.tflops == whole.forward.tflops / 8
-    assert share.backward.tflops == whole.backward.tflops / 8
-    assert share.memory_gb_per_s == whole.memory_gb_per_s / 8
-    assert share.memory_gib == 140 / 8
-    assert "8 ranks on a GPU" in str(preset_machine(crowd))
-    assert known_machine(alone).topology is not None
-    assert known_machine(crowd) == Machine(topology=None, source="volume-based, 8 ranks on a GPU")
-    pairs = [replace(one, uuid=str(rank // 2)) for rank, one in enumerate(ranks_on(*["a"] * 16, *["b"] * 16))]
-    topology = placed(PRESETS["h200"], pairs)
-    assert (topology.nodes, topology.ranks_per_node, topology.nics_per_node) == (2, 16, 8)
-
-
 # Files
 
 
@@ -150,13 +95,7 @@ def test_a_file_that_cannot_be_read_is_not_used(caplog: pytest.LogCaptureFixture
     assert "it is not used" in caplog.text
 
 
-def measured_file_with(setting: str, facts: Sequence[Facts]) -> Path | None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(setting, "1")
-        return measured_file(problem_of(2), facts, "nccl")
-
-
-def test_a_measurement_is_kept_for_the_same_ranks_only() -> None:
+def test_a_measurement_is_kept_for_the_same_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     facts, topology = ranks_on("a boot1", "a boot1"), cluster_named("h200x2")
     path = measured_file(problem_of(2), facts, "nccl")
     assert read_kept(path) is None
@@ -166,10 +105,10 @@ def test_a_measurement_is_kept_for_the_same_ranks_only() -> None:
     others = [
         measured_file(problem_of(2), ranks_on("b", "b"), "nccl"),
         measured_file(problem_of(2), facts, "gloo"),
-        measured_file_with("NCCL_P2P_DISABLE", facts),
         measured_file(replace(problem_of(2), dtype="float32"), facts, "nccl"),
     ]
-    assert path not in others
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert path not in (*others, measured_file(problem_of(2), facts, "nccl"))
 
 
 def test_calibrate_keeps_its_file_where_groups_look(
@@ -221,19 +160,6 @@ def _payload(plan: object, rank: int) -> int:
     return sum(nbytes.payload for nbytes in rank_costs(plan, rank).received.values())  # type: ignore[arg-type]
 
 
-def test_a_volume_based_tie_goes_to_the_simpler() -> None:
-    two, four = (Problem.self_attention(seq_len=64, heads=4, head_dim=8, ranks=ranks) for ranks in (2, 4))
-    assert least_volume_choice(two, Zigzag(), DIRECTIONS[:1]) == Choice(ulysses_degree=1, layout=Zigzag())
-    assert least_volume_choice(four, Zigzag(), DIRECTIONS) == Choice.parse("ulysses 4, zigzag, 2 waves of rows")
-
-
-def test_what_ulysses_keeps_is_not_counted_again() -> None:
-    asked = Problem.self_attention(seq_len=4096, heads=16, kv_heads=4, head_dim=8, ranks=4, mask=causal())
-    kept = Choice.parse("ulysses 4, zigzag, keep own, 2 waves of rows")
-    assert least_volume_choice(asked, Zigzag(), DIRECTIONS) == Choice(ulysses_degree=1, layout=Zigzag())
-    assert least_volume_choice(asked, Zigzag(), DIRECTIONS, may_keep=True) == kept
-
-
 def test_a_choice_reads_back_and_makes_the_same_plans() -> None:
     problem, tuner = problem_of(8), Tuner(cluster_named("h200x8"), Zigzag(), None)
     for chosen in (
@@ -265,18 +191,3 @@ def test_a_choice_that_might_not_fit_does_not_serve_a_longer_problem() -> None:
     peak = tuning.chosen.peak_nbytes
     assert find_alike(long, {short: tuning}, most_nbytes=2.0 * peak) == short
     assert find_alike(long, {short: tuning}, most_nbytes=1.9 * peak) == long
-
-
-def test_the_line_says_what_for_which_machine_why_and_how_to_override() -> None:
-    problem, machine = problem_of(16), preset_machine(ranks_on(*["a"] * 8, *["b"] * 8))
-    assert machine.topology is not None
-    chosen, tuning = Tuner(machine.topology, Zigzag(), None).choose(problem, needs_gradient=True)
-    line = describe_choice(problem, machine, {d: one.choice for d, one in chosen.passes.items()}, tuning)
-    parts = [str(chosen.passes["forward"].choice), "16,384 tokens on 16 ranks", "(h200, 2 nodes of 8, preset)"]
-    parts += [
-        "forecast",
-        "next best" if len(tuning.near_ties) < 2 else "the simplest of them is chosen",
-        'MeshAttention(group, choice="…")',
-    ]
-    places = [line.index(part) for part in parts]
-    assert all(before < after for before, after in pairwise(places)), line

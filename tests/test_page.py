@@ -18,11 +18,11 @@ from page_scenes import all_kinds, scene, slower, unpacked
 
 from mesh_attention.errors import UsageError
 from mesh_attention.masks import BlockKind
-from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.format import format_step
+from mesh_attention.plan.plan import rank_costs
 from mesh_attention.plan.steps import Attend, Direction
 from mesh_attention_lab.drawing.page import Scene, page, write_page
-from mesh_attention_lab.drawing.page.document import page_data
+from mesh_attention_lab.drawing.page.document import block_kind, page_data
 
 SCENES = all_kinds()
 DATA = page_data(SCENES)
@@ -76,7 +76,7 @@ def test_patterns_say_what_the_mask_leaves_of_a_block() -> None:
         for row in range(len(data["rows"])):
             for col in range(len(data["rows"])):
                 shown = {"0": BlockKind.EMPTY, "1": BlockKind.FULL}.get(pattern(data, row, col), BlockKind.PARTIAL)
-                assert shown is matrix.kind(row, col)
+                assert shown is block_kind(matrix, row, col)
 
 
 def test_zigzag_blocks_are_drawn_segment_by_segment() -> None:

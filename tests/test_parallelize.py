@@ -423,7 +423,7 @@ def test_only_the_text_of_a_multimodal_model_is_parallelized(attention: MeshAtte
     assert same(before, traces(model))
 
 
-# What is refused
+# What is refused while it runs; the rest is in tests/golden/python/transformers-models.txt
 
 
 def change_implementation(model: Any, local: Local) -> None:
@@ -456,14 +456,6 @@ def call_in_a_thread(model: Any, local: Local) -> None:
 
 
 REFUSED: list[tuple[Callable[[Any, Local], object], str]] = [
-    (lambda model, local: parallelize(model, MeshAttention(LocalGroup(1).comm(0))), "is parallelized already; call un"),
-    (lambda model, local: parallelize(model.model, LocalGroup(1)), "parallelize got a LocalGroup; expected a MeshA"),
-    (lambda model, local: parallelize(nn.Linear(2, 2), None), "expected a model of transformers, got a Linear"),
-    (lambda model, local: unparallelize(make_model("llama")), "LlamaForCausalLM is not parallelized"),
-    (lambda model, local: unparallelize(nn.ModuleList([model])), "expected a model of transformers, got a ModuleList"),
-    (lambda model, local: model.model(local["input_ids"]), "a part of a parallelized model was called"),
-    (lambda model, local: LlamaForCausalLM(model.config)(local["input_ids"]), "or a model with its config"),
-    (lambda model, local: model(tokens(2, 9)["input_ids"], labels=tokens(2, 9)["labels"]), "num_items_in_batch of the"),
     (change_implementation, "the attention implementation of a parallelized model was changed, to 'sdpa'"),
     (call_again, "LlamaForCausalLM is called by itself, or by a copy; a parallelized model and its copies make one"),
     (call_in_a_thread, "LlamaForCausalLM is running in another thread"),

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from subprocess import check_output
-from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -24,19 +23,18 @@ from mesh_attention import (
     full,
     make_plan,
     parse_plan,
-    simulate,
     window,
 )
-from mesh_attention.errors import ScheduleError, UsageError
+from mesh_attention.errors import ScheduleError
 from mesh_attention.masks import Mask
 from mesh_attention.plan.assignment import Assignment, Tile, divisors, tiles_of
 from mesh_attention.plan.blocks import BlockMatrix, token_nbytes
-from mesh_attention.plan.counts import rank_costs
-from mesh_attention.plan.layout import LAYOUTS, Cached, Layout, Past, Replicated, Zigzag
-from mesh_attention.plan.schedule import Schedule
+from mesh_attention.plan.layout import LAYOUTS, Layout
+from mesh_attention.plan.plan import rank_costs
 from mesh_attention.plan.steps import Direction, transfers
-from mesh_attention.planners.decoded_step import COMBININGS, StepShape, plan_decode
+from mesh_attention.planners.over_cache import COMBININGS, StepShape, plan_decode
 from mesh_attention.verification.rules import check, format_breaches
+from mesh_attention_lab.decode_simulator import simulate_decode
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 # Every g meets every route, and both single blocks and rectangles, over the three.
@@ -184,7 +182,7 @@ def test_any_plan_of_a_decoded_step_is_right(plan: Plan) -> None:
 @settings(max_examples=40)
 def test_a_forecast_of_a_decoded_step_attends_and_then_exchanges(plan: Plan) -> None:
     ranks = plan.problem.ranks
-    timeline = simulate(plan, replace(cluster_named("h100x8"), ranks=ranks), attend_s=1e-3)
+    timeline = simulate_decode(plan, replace(cluster_named("h100x8"), ranks=ranks), attend_s=1e-3)
     assert timeline.time_s >= 1e-3
     assert (timeline.time_s == 1e-3) == (ranks == 1)
 
@@ -204,7 +202,7 @@ def test_each_way_to_combine_sends_the_bytes_it_is_known_by(shape: StepShape) ->
 
 def test_every_process_makes_the_same_plan_of_a_step() -> None:
     made = """
-from mesh_attention.planners.decoded_step import StepShape, plan_decode
+from mesh_attention.planners.over_cache import StepShape, plan_decode
 sizes = {"ranks": 4, "heads": 4, "kv_heads": 2, "head_dim_qk": 8, "head_dim_v": 8, "dtype": "bfloat16"}
 for how in ({}, {"combining": "reduce_scatter"}, {"queries": "sharded"}):
     print(plan_decode(StepShape(new_tokens=(1, 3, 1), **sizes), **how).unrolled().digest)
@@ -212,27 +210,3 @@ for how in ({}, {"combining": "reduce_scatter"}, {"queries": "sharded"}):
     run = [sys.executable, "-c", made]
     printed = {check_output(run, env={**os.environ, "PYTHONHASHSEED": seed}) for seed in ("1", "2", "3")}
     assert len(printed) == 1
-
-
-STEP = StepShape(new_tokens=(3, 3, 3, 3), ranks=4, heads=2, kv_heads=2, head_dim_qk=4, head_dim_v=4, dtype="float64")
-NOT_OVER_A_CACHE: dict[str, tuple[dict[str, Any], str]] = {
-    "backward": ({"direction": "backward"}, "expected forward, 4x1, nothing"),
-    "kept": ({"schedule": Schedule(moves=(), keep=("kv",))}, "that keeps kv: expected forward, 4x1, nothing"),
-    "tile": ({"assignment": Assignment(Tile(2, 2))}, "in 2x2 tiles"),
-    "degree": ({"assignment": Assignment(Tile(2, 1), 2)}, "expected forward, 4x1, nothing"),
-    "causal": ({"problem": replace(STEP.problem("sharded"), mask=causal())}, "expected batch=1 and a full mask"),
-    "batch": ({"problem": replace(STEP.problem("sharded"), batch=2)}, "expected batch=1 and a full mask"),
-    "positions": (
-        {"problem": replace(STEP.problem("sharded"), seq_kv=9)},
-        "expected one position for each of the 4 ranks",
-    ),
-    "rows": ({"layout": Cached(Zigzag(), Past())}, "expected a run for each rank, in the order of ranks"),
-    "no cache": ({"layout": Cached(Replicated(Zigzag()), Zigzag())}, "only queries over a cache .* are replicated"),
-}
-
-
-@pytest.mark.parametrize("name", NOT_OVER_A_CACHE)
-def test_what_a_cache_cannot_do_is_no_plan(name: str) -> None:
-    changes, complaint = NOT_OVER_A_CACHE[name]
-    with pytest.raises(UsageError, match=complaint):
-        replace(plan_decode(STEP, queries="sharded"), **changes)

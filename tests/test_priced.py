@@ -7,22 +7,20 @@ from dataclasses import asdict, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orders.clocks import Clocks, price_moves
+from orders.clocks import price_moves
+from orders.test_orders import ring_makespan
 from strategies import directions
 
 from mesh_attention import Problem, Tile, causal, full, make_plan
 from mesh_attention.clusters import cluster_named
 from mesh_attention.masks import documents, window
 from mesh_attention.plan.assignment import tiles_of
-from mesh_attention.plan.parse import parse_move
-from mesh_attention.plan.schedule import Fetch, Meet, Move, Return, Route
+from mesh_attention.plan.schedule import Meet, Move, Return, Route
 from mesh_attention.plan.steps import DIRECTIONS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.cost_based import Policy, PolicyOrder
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.greedy import greedy_moves
-from mesh_attention.planners.make import gpu_price
-from mesh_attention.planners.schedule_builder import ONE_SIZE, held_share, mask_of
+from mesh_attention.planners.make import gpu_costs, greedy_moves
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Link, Topology
 from mesh_attention.tuning.bounds import costs_on, plan_on
@@ -45,29 +43,6 @@ POLICIES = st.builds(
 
 
 # The price of a call
-
-
-@pytest.mark.parametrize(
-    ("rows", "cols", "price"),
-    [
-        (0b1, 0b1, 1 + 0.5 + 0.25 + 0.125),
-        (0b11, 0b1110, 6 + 0.5 + 2 * 0.25 + 3 * 0.125),
-        # Two runs of columns are two calls, and each touches the row.
-        (0b1, 0b1011, 3 + 2 * 0.5 + 2 * 0.25 + 3 * 0.125),
-        (0b101, 0b101, 4 + 4 * 0.5 + 2 * 2 * 0.25 + 2 * 2 * 0.125),
-    ],
-)
-def test_what_a_call_costs_by_hand(rows: int, cols: int, price: float) -> None:
-    assert Costs(call=0.5, row=0.25, col=0.125).of_call(rows, cols) == price
-    assert Costs().of_call(rows, cols) == rows.bit_count() * cols.bit_count()
-
-
-def test_clocks_know_the_price_of_a_call() -> None:
-    text = "fetch kv 1 · meet 0 x 0 · meet 0 x 1 · return o 0"
-    moves = tuple(parse_move(line) for line in text.split(" · "))
-    # The own block ends at 1.75; kv 1 is here at 3; its block takes 1.75 as well.
-    clocks = price_moves(moves, Tile(1, 2), "forward", costs=Costs(kv=3.0, call=0.5, row=0.25))
-    assert clocks == Clocks(compute=4.75, link=3.0)
 
 
 # Orders
@@ -110,19 +85,7 @@ def test_a_ring_costs_an_order_that_waits_its_turn_no_time(
     """A rank passes on what it has, so along a ring compute stops at a fetch until the one before it is here."""
     order = PolicyOrder(tile, direction, costs, (), policy, waits_its_turn=True)
     makespan = order.complete_all()
-    now = link_free = 0.0
-    arrival: dict[tuple[Kind, int], float] = {}
-    for move in order.moves:
-        match move:
-            case Fetch(kind, offset):
-                now = max(now, arrival.get((kind, offset - 1), 0.0))
-                link_free = arrival[kind, offset] = max(now, link_free) + costs.of(kind)
-            case Meet(rows, cols):
-                needed = [at for (kind, offset), at in arrival.items() if offset in (cols if kind == "kv" else rows)]
-                now = max([now, *needed]) + costs.of_call(mask_of(rows), mask_of(cols))
-            case Return(kind, offset) if offset:
-                link_free = max(now, link_free) + costs.of(kind)
-    assert max(now, link_free) <= makespan + 1e-6
+    assert ring_makespan(tuple(order.moves), direction, costs) <= makespan + 1e-6
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -193,19 +156,6 @@ def test_two_engines_agree_on_cost_based_plans(
     assert at_once.time_s == pytest.approx(by_events.time_s)
 
 
-# Memory
-
-
-def test_what_is_held_by_hand() -> None:
-    """Two rows and two columns of one size; forward holds q, kv and a sum of twice that for each row."""
-    text = "fetch q 1 · fetch kv 1 · meet 0 x 0 · meet 0 x 1 · meet 1 x 0 · meet 1 x 1 · return o 1 · return o 0"
-    parts = tuple(parse_move(line) for line in text.split(" · "))
-    # Own q and kv, the fetched ones, one sum, and what the call gives; later the sum of the other row, for its own.
-    assert held_share(parts, "forward", sizes=ONE_SIZE) == (4 + 2 + 1) / 8
-    together = (*parts[:2], parse_move("meet 0,1 x 0,1"), *parts[6:])
-    assert held_share(together, "forward", sizes=ONE_SIZE) == (4 + 4 + 2) / 8
-
-
 # What it is for
 
 
@@ -238,7 +188,7 @@ def test_without_a_cluster_costs_are_those_of_the_cluster_gpu(direction: Directi
     problem = Problem.self_attention(seq_len=1 << 20, heads=32, kv_heads=8, head_dim=128, ranks=256, mask=causal())
     choice = Choice.of(tile=(4, 64 // ulysses_degree), ulysses_degree=ulysses_degree, layout="zigzag")
     known = costs_on(cluster_named("gpux256"), problem, choice, direction)
-    assert asdict(gpu_price(problem, choice, direction)) == pytest.approx(asdict(known), rel=1e-9)
+    assert asdict(gpu_costs(problem, choice, direction)) == pytest.approx(asdict(known), rel=1e-9)
 
 
 def test_without_a_cluster_a_gpu_has_prices_of_calls_too() -> None:
@@ -247,7 +197,7 @@ def test_without_a_cluster_a_gpu_has_prices_of_calls_too() -> None:
     cluster = cluster_named("h200x256")
     for direction in DIRECTIONS:
         candidate = Choice.of(tile=(8, 32), layout="zigzag")
-        ours = gpu_price(problem, candidate, direction)
+        ours = gpu_costs(problem, candidate, direction)
         theirs = costs_on(cluster, problem, candidate, direction)
         assert (ours.row, ours.col) == pytest.approx((theirs.row, theirs.col), rel=0.3)
         assert ours.call == pytest.approx(theirs.call, rel=0.7)

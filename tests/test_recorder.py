@@ -22,15 +22,13 @@ from mesh_attention.clusters import cluster_named
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.errors import TransportError, UsageError
-from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.format import format_end, format_step
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, rank_costs
 from mesh_attention.plan.program import stops
 from mesh_attention.plan.steps import Attend, Collective, Exchange, Free, transfers
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.timeline import Span, Timeline
 from mesh_attention_lab import recording as recording_module
-from mesh_attention_lab.drawing.trace import to_perfetto
 from mesh_attention_lab.recording import RecordedPass, Recording, record
 from mesh_attention_lab.testing.wrappers import Failing
 
@@ -144,11 +142,6 @@ def check_names(recorded: Timeline, forecast: Timeline) -> None:
         assert computed <= {span.name for span in lane(recorded, rank, "compute")}
 
 
-def test_what_was_recorded_can_be_drawn() -> None:
-    for one in recorded_locally({"tile": (2, 2)}):
-        assert len(to_perfetto(one.timeline)["traceEvents"]) > len(one.timeline.spans)
-
-
 def test_recording_changes_no_bit_and_is_over_with_its_block() -> None:
     attention = MeshAttention(LocalGroup(RANKS), tile=(2, 2))
     plain = run_both(attention, whole_inputs())
@@ -218,17 +211,6 @@ def test_ranks_without_tokens_are_recorded_too() -> None:
     assert {span.rank for span in one.timeline.spans} == {0, 1}
 
 
-def test_nothing_recorded_is_no_passes() -> None:
-    with record(MeshAttention(LocalGroup(2))) as recording:
-        pass
-    assert recording.passes() == ()
-
-
-def test_one_rank_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"record\(\) needs two or more ranks: .* without steps"):
-        record(MeshAttention(LocalGroup(1))).__enter__()
-
-
 def test_passes_as_cuda_graphs_are_refused() -> None:
     attention = MeshAttention(LocalGroup(2))
     tensors = [list(rank) for rank in zip(*(attention.shard(tensor) for tensor in whole_inputs()), strict=True)]
@@ -276,7 +258,7 @@ def test_a_slow_network_is_seen_as_waiting_and_as_transfers_that_last() -> None:
         for span in one.timeline.spans:
             if span.lane in ("send", "recv"):
                 assert span.stop_s - span.start_s >= delay_s
-        assert all(times.wait_s >= delay_s for times in one.timeline.ranks)
+        assert all(times.stop_s - times.compute_s >= delay_s for times in one.timeline.ranks)
         assert one.timeline.time_s >= delay_s
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
@@ -13,10 +13,11 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from campaign.lives import lives, lives_on_rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import shared_pool
-from serving_cases import HEAD_DIM, HEADS, KV_HEADS, VALUE_DIM, Model, layers_of
+from serving_cases import HEAD_DIM, HEADS, KV_HEADS, VALUE_DIM, Model, cache_of, layers_of
 from strategies import plans_of
 from torch import Tensor
 
@@ -24,9 +25,8 @@ from mesh_attention import DisagreementError, LocalGroup, MeshAttention
 from mesh_attention.arguments import TensorKind
 from mesh_attention.errors import CacheFullError, UsageError
 from mesh_attention.execution.compiled import Compiled, compile_program, stretched
-from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.layout import Zigzag
-from mesh_attention.planners.decoded_step import COMBININGS, QUERIES
+from mesh_attention.plan.plan import rank_costs
 from mesh_attention.serving import ShardedCache, Turn
 from mesh_attention.serving.book import Shares, clip
 from mesh_attention.serving.step_runner import MOST_STEPS
@@ -34,69 +34,18 @@ from mesh_attention_lab.recording import record
 from mesh_attention_lab.testing.wrappers import Counting
 
 
-def spoil(cache: ShardedCache) -> None:
-    """Fill memory with NaN, so that reading what was never written is noticed."""
-    for memory in cache.memories:
-        for tensor in (tensor for stored in memory.stored for tensor in stored):
-            tensor.fill_(torch.nan)
+def test_random_lives_equal_one_processs_attention() -> None:
+    """A share of `make lives`."""
+    assert lives(range(120), None) == []
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_chunks_turns_and_decoding_equal_one_processs_attention(data: st.DataObject) -> None:
-    ranks = data.draw(st.integers(1, 12))
-    layout = data.draw(st.sampled_from(["zigzag", "striped", "contiguous", "chunks"]))
-    windows = data.draw(st.sampled_from([(None,), (None, 5), (0, None, 9)]))
-    model = Model(
-        ShardedCache(
-            MeshAttention(LocalGroup(ranks), layout=layout),
-            layers_of(windows),
-            tokens=400,
-            sequences=6,
-            dtype=torch.float64,
-            device="cpu",
-            block_tokens=data.draw(st.sampled_from([1, 3, 8])),
-            max_rollback=data.draw(st.sampled_from([0, 4])),
-        ),
-        data.draw(st.sampled_from([0.0, 2.0])),
-        data.draw(st.integers(0, 100)),
-    )
-    spoil(model.cache)
-    alive = [model.new()]
-    for _ in range(data.draw(st.integers(2, 7))):
-        kinds = ["prefill", "decode", "decode", "reserve"] + ["new", "remove", "cut", "fork"] * (len(alive) < 5)
-        kind = data.draw(st.sampled_from(kinds))
-        some = data.draw(st.lists(st.sampled_from(alive), min_size=1, unique=True))
-        if kind == "prefill":
-            model.prefill({number: data.draw(st.integers(1, 23)) for number in some})
-        elif kind == "decode":
-            queries = data.draw(st.sampled_from(QUERIES))
-            combine = data.draw(st.sampled_from(COMBININGS)) if queries == "replicated" else None
-            most = data.draw(st.sampled_from([1, 5]))
-            new = {number: data.draw(st.integers(1, most)) for number in some}
-            model.decode(new, queries=queries, combine=combine)
-        elif kind == "reserve":
-            model.cache.reserve(data.draw(st.integers(1, 1000)))
-        elif kind == "new":
-            alive.append(model.new())
-        elif kind == "fork":
-            alive.append(model.fork(some[0]))
-        elif kind == "remove" and len(alive) > 1:
-            model.cache.remove(some[0])
-            alive.remove(some[0])
-        elif kind == "cut":
-            length = model.cache.length(some[0])
-            least = model.cache.book.entry(some[0]).min_length
-            model.truncate(some[0], data.draw(st.integers(least, length)))
-    assert model.error < 1e-12
-
-
-def local_cache(dtype: torch.dtype = torch.float64) -> ShardedCache:
-    return ShardedCache(MeshAttention(LocalGroup(3)), layers_of((None, 3)), tokens=200, sequences=2, dtype=dtype)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_lives_on_processes_do_too(ranks: int) -> None:
+    assert shared_pool().run(ranks, lives_on_rank, 1000 * ranks, 15, ranks) == [[]] * ranks
 
 
 def test_a_prompt_of_the_same_length_is_planned_once() -> None:
-    cache = local_cache()
+    cache = cache_of(3, (None, 3))
     model = Model(cache)
     for length in (20, 20, 31, 20):
         number = model.new()
@@ -109,15 +58,7 @@ def test_a_prompt_of_the_same_length_is_planned_once() -> None:
 
 def test_a_turn_with_a_longer_past_takes_the_plan_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until pasts have doubled. The turns of windows are not told apart from others of their layout."""
-    cache = ShardedCache(
-        MeshAttention(LocalGroup(3)),
-        layers_of([None, None]),
-        tokens=999,
-        sequences=2,
-        dtype=torch.float64,
-        device="cpu",
-    )
-    model = Model(cache)
+    model = Model(cache_of(3, [None, None], tokens=999))
     chats = [model.new(), model.new()]
     model.prefill(dict.fromkeys(chats, 3 * 64))
     compiled = []
@@ -140,9 +81,7 @@ def test_a_stretched_program_is_the_one_of_the_longer_turn(data: st.DataObject) 
     """Whether or not keys that all queries see get calls of their own, which depends on how many there are."""
     ranks = data.draw(st.integers(1, 8))
     layout = data.draw(st.sampled_from(["zigzag", "striped", "contiguous", "chunks"]))
-    cache = ShardedCache(
-        MeshAttention(LocalGroup(ranks), layout=layout), layers_of([None]), tokens=999, sequences=3, device="cpu"
-    )
+    cache = cache_of(MeshAttention(LocalGroup(ranks), layout=layout), tokens=999, dtype=torch.bfloat16)
     chats = [cache.new() for _ in range(data.draw(st.integers(1, 3)))]
     for chat in chats:
         for tokens in data.draw(st.lists(st.integers(1, 40), max_size=3)):
@@ -172,7 +111,7 @@ def comparable(compiled: Compiled) -> list[object]:
 
 
 def test_a_plan_does_not_see_in_how_many_pieces_keys_were_cached() -> None:
-    cache = local_cache()
+    cache = cache_of(3, (None, 3))
     model = Model(cache)
     chats = [model.new(), model.new()]
     segments = []
@@ -187,7 +126,7 @@ def test_a_plan_does_not_see_in_how_many_pieces_keys_were_cached() -> None:
 
 
 def test_a_recording_ends_with_its_block_also_for_turns() -> None:
-    cache = local_cache()
+    cache = cache_of(3, (None, 3))
     number = cache.new()
     turn = cache.prefill({number: 20})
     q, k, v = (
@@ -204,27 +143,12 @@ def test_a_recording_ends_with_its_block_also_for_turns() -> None:
 
 
 def test_autocast_does_not_reach_a_turn_or_a_step() -> None:
-    model = Model(local_cache(torch.float32))
+    model = Model(cache_of(3, (None, 3), dtype=torch.float32))
     chat = model.new()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model.prefill({chat: 20})
         model.decode([chat], 2)
     assert model.error < 1e-5
-
-
-def test_return_lse_is_true_or_false() -> None:
-    cache = local_cache()
-    chat = cache.new()
-    for begun, shape in ((cache.prefill({chat: 6}), (1, 2)), (None, (1, 1))):
-        turn = begun or cache.decode({chat: 1})
-        tensors = [
-            [torch.zeros(*shape, heads, dim, dtype=torch.float64)] * 3
-            for heads, dim in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
-        ]
-        with pytest.raises(UsageError, match="return_lse='no': expected True or False"):
-            turn.attend(0, *tensors, return_lse="no")  # type: ignore[arg-type]
-        for layer in range(len(cache.layers)):
-            turn.attend(layer, *tensors)
 
 
 # Processes
@@ -233,9 +157,7 @@ def test_return_lse_is_true_or_false() -> None:
 def serve(group: Any, seed: int, windows: Sequence[int | None], layout: str) -> float:
     """A conversation of two sequences on real ranks; this rank's largest error."""
     attention = MeshAttention(group, layout=layout)  # type: ignore[arg-type]
-    cache = ShardedCache(
-        attention, layers_of(windows), tokens=200, sequences=3, dtype=torch.float64, device="cpu", block_tokens=4
-    )
+    cache = cache_of(attention, windows, block_tokens=4)
     model = Model(cache, softcap=1.5, seed=seed)
     first, second = model.new(), model.new()
     model.prefill({first: 37, second: 3})
@@ -280,10 +202,7 @@ def do_something_else(_: Any, difference: str) -> str | None:
     is_known = difference.endswith("known turn")
     dtype = torch.bfloat16 if differs["dtype"] else torch.float16
     attention = MeshAttention(group)
-    caches = [
-        ShardedCache(attention, layers_of([None, None]), tokens=64, sequences=3, dtype=dtype, device="cpu")
-        for _ in range(2)
-    ]
+    caches = [cache_of(attention, [None, None], tokens=64, dtype=dtype) for _ in range(2)]
     heads = 2 if differs["heads"] else 4
     shapes = ((heads, 4), *SHAPES[1:])
     try:
@@ -329,24 +248,11 @@ def test_ranks_whose_steps_or_turns_differ_raise(difference: str) -> None:
 # Bytes
 
 
-def cache_of(ranks: int, *, tokens: int = 256, sequences: int = 4, **options: Any) -> ShardedCache:
-    windows = options.pop("windows", [None])
-    return ShardedCache(
-        MeshAttention(LocalGroup(ranks)),
-        layers_of(windows),
-        tokens=tokens,
-        sequences=sequences,
-        dtype=torch.float64,
-        device="cpu",
-        **options,
-    )
-
-
 @given(st.integers(1, 12), st.integers(1, 2000), st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 16, 64]))
 def test_a_rank_holds_its_share_of_the_tokens_and_a_block_a_sequence(
     ranks: int, tokens: int, sequences: int, layers: int, block: int
 ) -> None:
-    cache = cache_of(ranks, tokens=tokens, sequences=sequences, windows=[None] * layers, block_tokens=block)
+    cache = cache_of(ranks, [None] * layers, tokens=tokens, sequences=sequences, block_tokens=block)
     a_token = layers * 2 * (4 + 3) * 8
     share = -(-tokens // ranks)
     # Besides the share: a block a sequence, one that is not full, and one for what other ranks hold.
@@ -382,9 +288,7 @@ def test_ranks_differ_by_at_most_a_token_and_every_position_has_a_home(
 def test_a_step_sends_the_bytes_of_its_plan(ranks: int, new_tokens: int, queries: str, combine: str) -> None:
     group = LocalGroup(ranks)
     counting = [Counting(group.comm(rank)) for rank in range(ranks)]
-    cache = ShardedCache(
-        MeshAttention(counting), layers_of([None]), tokens=99, sequences=5, dtype=torch.float64, device="cpu"
-    )
+    cache = cache_of(MeshAttention(counting), sequences=5)
     model = Model(cache)
     sequences = [model.new() for _ in range(5)]
     model.decode(sequences, new_tokens, queries=queries, combine=combine)
@@ -528,92 +432,14 @@ def test_a_failed_reserve_can_be_repeated_with_less(monkeypatch: pytest.MonkeyPa
     assert model.error < 1e-12
 
 
-def test_a_turn_in_which_a_layer_did_not_attend_is_noticed() -> None:
-    cache = cache_of(2, windows=[None, None])
-    chat = cache.new()
-    turn = cache.prefill({chat: 4})
-    q, k, v = (turn.shard(torch.zeros(1, 4, heads, dim).double()) for heads, dim in ((4, 4), (2, 4), (2, 3)))
-    turn.attend(0, q, k, v)
-    with pytest.raises(UsageError, match="layer 0 has attended in this turn already"):
-        turn.attend(0, q, k, v)
-    with pytest.raises(UsageError, match="layer 1 did not attend in the last turn"):
-        cache.decode({chat: 1})
-    turn.attend(1, q, k, v)
-    cache.decode({chat: 1})
-    with pytest.raises(UsageError, match="this turn is over"):
-        turn.attend(1, q, k, v)
-
-
-REFUSALS: dict[str, tuple[Callable[[ShardedCache], Any], str]] = {
-    "unknown sequence": (lambda cache: cache.prefill({7: 1}), "sequence 7 is not in the cache; sequences: 0"),
-    "no tokens": (lambda cache: cache.prefill({0: 0}), "sequence 0 got 0 new tokens"),
-    "no sequences": (lambda cache: cache.prefill({}), "expected a number of new tokens for each"),
-    "long steps": (lambda cache: cache.decode({0: 17}), "at most 16; use cache.prefill for more"),
-    "unknown queries": (
-        lambda cache: cache.decode({0: 1}, queries="ring"),
-        "queries='ring': expected replicated or sharded",
-    ),  # type: ignore[arg-type]
-    "truncated to more": (lambda cache: cache.truncate(0, 1), "cannot be truncated to 1 tokens: expected 0 to 0"),
-    "too many": (lambda cache: [cache.new() for _ in range(9)], "the most it was made for"),
-    "no layer": (lambda cache: cache.prefill({0: 1}).attend(3, [], [], []), "layer 3: expected 0 to 0"),
-    "not lists": (lambda cache: cache.prefill({0: 1}).attend(0, 1, 2, 3), "a list of 2 tensors, one per rank"),
-    "other sizes": (
-        lambda cache: cache.decode({0: 1}).attend(0, *[[torch.zeros(1, 1, 4, 5).double()] * 2] * 3),
-        r"q of layer 0 is a tensor of shape \(1, 1, 4, 5\): expected \(1, 1, heads, 4\)",
-    ),
-    "other dtype": (
-        lambda cache: cache.decode({0: 1}).attend(0, *([torch.zeros(1, 1, n, d)] * 2 for n, d in SHAPES)),
-        "q is torch.float32 on cpu: the cache is torch.float64 on cpu",
-    ),
-    "uneven heads": (
-        lambda cache: cache.decode({0: 1}).attend(
-            0, *([torch.zeros(1, 1, n, d).double()] * 2 for n, d in ((3, 4), *SHAPES[1:]))
-        ),
-        "3 heads cannot share 2 KV heads evenly",
-    ),
-    "bad scale": (
-        lambda cache: cache.decode({0: 1}).attend(
-            0, *([torch.zeros(1, 1, n, d).double()] * 2 for n, d in SHAPES), softmax_scale=-1.0
-        ),
-        "softmax_scale=-1.0",
-    ),
-    "a gradient": (
-        lambda cache: cache.decode({0: 1}).attend(
-            0, *([torch.zeros(1, 1, n, d).double().requires_grad_()] * 2 for n, d in SHAPES)
-        ),
-        r"q requires a gradient, and a cache keeps none; use torch\.no_grad\(\)",
-    ),
-    "unknown combine": (lambda cache: cache.decode({0: 1}, combine=""), "combine='': expected reduce_scatter"),  # type: ignore[arg-type]
-    "sharded and gathered": (
-        lambda cache: cache.decode({0: 1}, queries="sharded", combine="all_gather"),
-        "combine='all_gather': expected reduce_scatter",
-    ),
-    "no room for less than nothing": (lambda cache: cache.reserve(-5), "tokens=-5: expected"),
-    "no ranks": (lambda cache: ShardedCache.required_nbytes(cache.layers, ranks=0, tokens=4), "ranks=0: expected"),
-    "peak of no layer": (lambda cache: cache.prefill({0: 1}).peak_nbytes(-1, heads=4), "layer -1: expected 0 to 0"),
-    "no number": (
-        lambda cache: cache.decode({0: 1}).attend(
-            0, *([torch.zeros(1, 1, n, d).double()] * 2 for n, d in SHAPES), softmax_scale=[1.0]
-        ),
-        r"softmax_scale=\[1.0\]: expected a number",
-    ),
-    "no layers": (lambda cache: ShardedCache(cache.attention, [], tokens=4), "expected a CachedLayer for each layer"),
-    "no room": (lambda cache: ShardedCache(cache.attention, cache.layers, tokens=0), "tokens=0: expected"),
-    "integers": (
-        lambda cache: ShardedCache(cache.attention, cache.layers, tokens=4, dtype=torch.int8),
-        "dtype=torch.int8: expected one of",
-    ),
-}
 SHAPES = ((4, 4), (2, 4), (2, 3))
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_done_is_refused(name: str) -> None:
-    cache = cache_of(2)
+def new_cache(layers: int = 1) -> ShardedCache:
+    """With one empty sequence, for the refusals in tests/golden/python/serving.txt."""
+    cache = cache_of(2, windows=[None] * layers)
     cache.new()
-    call, complaint = REFUSALS[name]
-    with pytest.raises(UsageError, match=complaint):
-        call(cache)
+    return cache
 
 
 def test_a_window_that_was_dropped_cannot_be_cut_back_to() -> None:

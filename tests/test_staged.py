@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -276,11 +277,13 @@ def test_an_error_keeps_nothing_alive() -> None:
 # Choosing
 
 
-def choose(group: Any, config: str | None, device: str) -> str:
+def choose(group: Any, config: str | None, make: Callable[[Any], Any]) -> str:
     if config is not None:
         dist.get_backend_config, kept = lambda group: config, dist.get_backend_config
     try:
-        return type(comm_for(group, torch.device(device))).__name__
+        return type(make(group)).__name__
+    except ProblemError as error:
+        return str(error)
     finally:
         if config is not None:
             dist.get_backend_config = kept
@@ -300,22 +303,12 @@ def choose(group: Any, config: str | None, device: str) -> str:
 def test_the_transport_is_chosen_by_the_groups_backend_for_the_device(
     config: str | None, device: str, chosen: str
 ) -> None:
-    assert shared_pool().run(1, choose, config, device) == [chosen]
-
-
-def stage_without_gloo(group: Any) -> str:
-    dist.get_backend_config, kept = lambda group: "cuda:nccl", dist.get_backend_config
-    try:
-        StagedComm(group)
-    except ProblemError as error:
-        return str(error)
-    finally:
-        dist.get_backend_config = kept
-    return "nothing was raised"
+    made = partial(comm_for, device=torch.device(device))
+    assert shared_pool().run(1, choose, config, made) == [chosen]
 
 
 def test_staging_without_gloo_is_refused() -> None:
-    (message,) = shared_pool().run(1, stage_without_gloo)
+    (message,) = shared_pool().run(1, choose, "cuda:nccl", StagedComm)
     assert message.startswith("StagedComm needs a group with Gloo for the CPU, such as cpu:gloo,cuda:nccl")
 
 

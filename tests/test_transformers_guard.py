@@ -17,14 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import (
     AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    BartConfig,
     EuroBertConfig,
-    LlamaConfig,
-    LlamaForQuestionAnswering,
-    OPTConfig,
-    OPTForCausalLM,
 )
 
 from mesh_attention import LocalGroup, UsageError
@@ -41,36 +34,8 @@ def attention() -> MeshAttention:
     return MeshAttention(LocalGroup(1).comm(0))
 
 
-# Families: a fixed share of tests/campaign/families.py
-
-FAMILIES: list[tuple[str, str, str, str]] = [
-    # Positions that the model counts itself.
-    ("bart", "causal", "padded right", "BartForCausalLM computes its own positions (it ignores position_ids)"),
-    ("pegasus", "causal", "plain", "PegasusForCausalLM computes its own positions (it ignores position_ids)"),
-    ("roberta", "masked", "plain", "RobertaForMaskedLM computes its own positions (without position_ids it does not"),
-    (
-        "opt",
-        "causal",
-        "padded left",
-        "OPTForCausalLM computes its own positions when the batch has padding on the left",
-    ),
-    ("opt", "causal", "padded right", "right"),
-    # Layers that do not pass on positions, or boundaries.
-    ("gpt2", "causal", "packed", "right"),
-    ("stablelm", "causal", "odd", "right"),
-    ("biogpt", "causal", "odd", "right"),
-    ("modernbert", "masked", "plain", "right"),
-    # Attention by other means.
-    ("falcon", "causal", "plain", "FalconForCausalLM does not use transformers' attention interface"),
-    ("rwkv", "causal", "plain", "RwkvForCausalLM does not use transformers' attention interface"),
-    ("mamba", "causal", "plain", "mamba mixes tokens outside of plain attention"),
-    (
-        "deepseek_v32",
-        "causal",
-        "plain",
-        "deepseek_v32 mixes tokens outside of plain attention (layer_types has 'indexed",
-    ),
-    ("qwen3_next", "causal", "plain", "qwen3_next mixes tokens outside of plain attention"),
+FAMILIES = [
+    line for line in Path(__file__).with_name("families.txt").read_text().splitlines() if line[:1] not in ("", "#")
 ]
 
 
@@ -87,11 +52,10 @@ def family_outcome(group: Any, model_type: str, kind: str, batch_name: str) -> s
     return verdict if verdict == "right" else f"{verdict}: {why}"
 
 
-@pytest.mark.parametrize(("model_type", "kind", "batch_name", "expected"), FAMILIES)
-def test_a_family_is_right_or_told_why_not(
-    pool: RankPool, model_type: str, kind: str, batch_name: str, expected: str
-) -> None:
-    for outcome in pool.run(2, family_outcome, model_type, kind, batch_name):
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.partition(":")[0])
+def test_a_family_is_right_or_told_why_not(pool: RankPool, family: str) -> None:
+    case, _, expected = family.partition(": ")
+    for outcome in pool.run(2, family_outcome, *case.split(", ")):
         assert outcome.removeprefix("refused: ").startswith(expected), outcome
 
 
@@ -141,13 +105,6 @@ class Shifting(nn.Module):
         return self.layer(hidden + nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1])
 
 
-def test_mixing_that_no_config_tells_of_is_refused(attention: MeshAttention) -> None:
-    model = parallelize(make_model("llama"), attention)
-    model.model.layers[1].mlp = Shifting(model.model.layers[1].mlp)
-    with pytest.raises(UsageError, match="LlamaForCausalLM mixes tokens outside of plain attention: its results"):
-        model(**shard_batch(attention, BATCHES["plain"]()))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "experts", "mistral"])
 def test_rounding_is_not_taken_for_a_difference(attention: MeshAttention, name: str, dtype: torch.dtype) -> None:
@@ -191,24 +148,6 @@ def test_logits_may_be_dtensors(pool: RankPool) -> None:
 # What a trial does not show
 
 
-@pytest.mark.parametrize("kept", [1, torch.tensor([0, 2])])
-def test_logits_to_keep_are_refused_in_any_call(attention: MeshAttention, kept: Any) -> None:
-    model, local = parallelize(make_model("llama"), attention), shard_batch(attention, tokens(1, 8))
-    model(**local, logits_to_keep=0)
-    with pytest.raises(UsageError, match="logits_to_keep was given, and each rank would keep its own last tokens"):
-        model(**local, logits_to_keep=kept)
-
-
-def test_layers_skipped_at_random_are_refused_in_training(attention: MeshAttention) -> None:
-    sizes = {"vocab_size": 29, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = OPTConfig(**sizes, word_embed_proj_dim=16, layerdrop=0.5)
-    model = parallelize(OPTForCausalLM(config), attention)
-    local = shard_batch(attention, tokens(1, 8))
-    model.eval()(**local)
-    with pytest.raises(UsageError, match=r"opt skips layers at random in training \(layerdrop=0\.5\)"):
-        model.train()(**local)
-
-
 def outcomes_of_other_arguments(group: Any) -> list[str]:
     """Of calls in which rank 0 gives other arguments than rank 1."""
     attention = MeshAttention(group)
@@ -242,26 +181,6 @@ def test_a_whole_model_cannot_be_compiled_without_breaks(attention: MeshAttentio
 # Labels
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_loss_of_other_arguments_than_labels_is_refused(attention: MeshAttention, rows: int) -> None:
-    config = LlamaConfig(
-        vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4
-    )
-    model = parallelize(LlamaForQuestionAnswering(config), attention)
-    local = shard_batch(attention, {"input_ids": tokens(rows, 24)["input_ids"]})
-    assert model(**local).start_logits.shape == (rows, 24)
-    places = torch.full((rows,), 20)
-    with pytest.raises(UsageError, match="LlamaForQuestionAnswering computes a loss from arguments other than labels"):
-        model(**local, start_positions=places, end_positions=places)
-
-
-def test_labels_of_a_sharded_batch_need_their_number(attention: MeshAttention) -> None:
-    local = shard_batch(attention, tokens(1, 8))
-    del local["num_items_in_batch"]
-    with pytest.raises(UsageError, match="num_items_in_batch of the sharded batch was left out, so the loss would be"):
-        parallelize(make_model("llama"), attention)(**local)
-
-
 def masked_model() -> Any:
     config = EuroBertConfig(
         vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
@@ -288,45 +207,6 @@ def masked_loss_error(group: Any) -> float:
 
 def test_a_masked_language_model_learns_the_labelled_tokens(pool: RankPool) -> None:
     assert max(pool.run(2, masked_loss_error)) <= 1e-9
-
-
-@pytest.mark.parametrize(
-    ("make", "shift_labels", "message"),
-    [
-        (masked_model, True, r"EuroBertForMaskedLM predicts the labelled tokens themselves.*shift_labels=False"),
-        (
-            lambda: make_model("llama"),
-            False,
-            "LlamaForCausalLM predicts the next token.*call shard_batch without shift_lab",
-        ),
-        (
-            lambda: AutoModelForSequenceClassification.from_config(
-                LlamaConfig(
-                    vocab_size=29,
-                    hidden_size=16,
-                    intermediate_size=24,
-                    num_hidden_layers=1,
-                    num_attention_heads=4,
-                    pad_token_id=0,
-                ),
-            ),
-            True,
-            "LlamaForSequenceClassification returns logits, which it computes from all tokens or from one",
-        ),
-    ],
-)
-def test_labels_of_the_wrong_kind_are_refused(
-    attention: MeshAttention, make: Any, shift_labels: bool, message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        parallelize(make(), attention)(**shard_batch(attention, tokens(1, 9), shift_labels=shift_labels))
-
-
-def test_an_encoder_with_a_decoder_is_refused(attention: MeshAttention) -> None:
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 29}
-    config = BartConfig(**sizes, encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=0)
-    with pytest.raises(UsageError, match="bart is an encoder-decoder model, which attends across two sequences"):
-        parallelize(AutoModelForSeq2SeqLM.from_config(config), attention)
 
 
 # Ranks

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import make_model, tokens
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, StaticCache, masking_utils
+from transformers import PreTrainedConfig, masking_utils
 
-from mesh_attention import LocalGroup, UsageError, causal, documents, full
+from mesh_attention import LocalGroup, UsageError, causal, documents
 from mesh_attention.api import MeshAttention
 from mesh_attention.batches import shard_batch
 from mesh_attention.masks import Mask
@@ -127,7 +127,7 @@ def test_a_transformers_that_means_something_else_is_refused(monkeypatch: pytest
         check_meanings()
 
 
-# What is refused: masks
+# What is refused: tests/golden/python/transformers-masks.txt asks for it by these
 
 
 def ask_mask(given: Tensor | None = None, **changes: Any) -> BatchMask:
@@ -144,56 +144,6 @@ def with_hole() -> Tensor:
 one_of_four = partial(MeshAttention, LocalGroup(4).comm(1))
 
 
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (
-            lambda: ask_mask(mask_function=masking_utils.chunked_causal_mask_function(4, torch.zeros(2))),
-            r"an unknown mask \(chunked_overlay\)",
-        ),
-        (
-            lambda: ask_mask(mask_function=masking_utils.or_masks(masking_utils.causal_mask_function)),
-            r"an unknown mask \(or_masks\)",
-        ),
-        (
-            lambda: ask_mask(mask_function=masking_utils.blockwise_overlay(torch.zeros(2, 8))),
-            r"an unknown mask \(blockwise_overlay\)",
-        ),
-        (lambda: ask_mask(mask_function=lambda b, h, q, k: k <= q), "an unknown mask"),
-        (lambda: ask_mask(use_vmap=True), "adds a custom mask function"),
-        (lambda: ask_mask(q_offset=3), "generates with its own cache only"),
-        (lambda: ask_mask(q_offset=torch.tensor(0)), "a StaticCache"),
-        (lambda: ask_mask(kv_offset=3), "generates with its own cache only"),
-        (lambda: ask_mask(kv_length=11), "of different tokens"),
-        (lambda: ask_mask(batch_size=4), "the model's layers have 4 rows, but it was called with 2"),
-        (lambda: ask_mask(attention_mask=with_hole()), "the model made its own attention_mask"),
-        (lambda: ask_mask(torch.ones(2, 8), attention_mask=with_hole()), "the model made its own attention_mask"),
-        (lambda: ask_mask(torch.ones(3, 8)), "with 2 rows; custom 4D masks are not supported"),
-        (lambda: ask_mask(with_hole()), "row 1 of attention_mask has 2 masked tokens between real ones"),
-        (
-            lambda: call_of(one_of_four(), attention_mask=torch.ones(1, 8)),
-            "covers 8 tokens, so this rank should hold 2 of them, but the model got 8; cut inputs with",
-        ),
-        (lambda: ask_mask(cache_position=torch.arange(8)), "unknown argument 'cache_position' of the mask function"),
-    ],
-)
-def test_a_mask_that_cannot_be_honoured_is_refused(ask: Callable[[], object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        ask()
-
-
-@pytest.mark.parametrize(
-    "use", [lambda mask: mask[:, 0], lambda mask: torch.zeros(3) + mask, lambda mask: torch.where(mask, 0, 1)]
-)
-def test_a_mask_outside_of_attention_is_refused(use: Callable[[Any], object]) -> None:
-    with pytest.raises(UsageError, match="the model's own code uses the attention mask"):
-        use(BatchMask(band=causal(), call=call_of()))
-    assert not hasattr(BatchMask(band=causal(), call=call_of()), "shape")
-
-
-# What is refused: arguments of attention
-
-
 def ask_layer(mask: object = causal(), keys: int = 8, **arguments: Any) -> Tensor:
     q, k, v = torch.randn(1, 4, 8, 4), torch.randn(1, 2, keys, 4), torch.randn(1, 2, keys, 4)
     if isinstance(mask, Mask):
@@ -203,49 +153,6 @@ def ask_layer(mask: object = causal(), keys: int = 8, **arguments: Any) -> Tenso
 
 def cuts(*ends: int, k: tuple[int, ...] | None = None) -> dict[str, Any]:
     return {"cu_seq_lens_q": torch.tensor(ends), "cu_seq_lens_k": torch.tensor(ends if k is None else k)}
-
-
-ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"dropout": 0.1}, "attention dropout is not supported, got 0.1"),
-    ({"position_bias": torch.zeros(1)}, "Identity passed position_bias to attention"),
-    ({"mask": None}, "attention got no mask as its mask"),
-    ({"mask": torch.zeros(1, 1, 8, 8)}, r"attention got a tensor of shape \(1, 1, 8, 8\) as its mask"),
-    ({"is_causal": False}, "is_causal=False contradicts the mask causal"),
-    ({"is_causal": True, "mask": full()}, "is_causal=True contradicts the mask full"),
-    ({"sliding_window": 4}, "sliding_window=4 contradicts the mask causal, which has another window"),
-    ({"keys": 9}, "generates with its own cache only"),
-    ({"s_aux": torch.zeros(3)}, r"s_aux is a tensor of shape \(3,\): expected attention sinks, one per head \(4\)"),
-]
-INPUTS: list[tuple[dict[str, Any], str]] = [
-    ({"position_ids": torch.arange(7)[None]}, r"expected \(batch or 1, 8\)"),
-    ({"position_ids": torch.zeros(3, 1, 8)}, r"expected \(batch or 1, 8\)"),
-    ({"position_ids": torch.arange(8)[None] + 1}, "are not those of this rank's tokens"),
-    ({"position_ids": torch.arange(8).expand(2, 8)}, "position_ids have 2 rows, but the batch has 1"),
-    ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}, "if they restart .* also pass cu_seq_lens_q/k of the"),
-    ({"cu_seq_lens_q": torch.tensor([0, 8])}, "cu_seq_lens_k is missing"),
-    (cuts(0, 4, 8, k=(0, 5, 8)), "cu_seq_lens_q and cu_seq_lens_k differ"),
-    (cuts(0, 4, 8) | {"max_length_q": 3}, "max_length_q=3 is less than the longest document, 4 tokens"),
-    (cuts(0, 5, 3, 8), "running totals that start at 0 and never fall"),
-    (cuts(0, 4, 7), "the whole sequence has 7 tokens, so this rank should hold 7 of them, but the model got 8"),
-    (cuts(0, 10, 16) | {"rows": 2}, "with one at the end of every row"),
-    (cuts(0, 8, 15) | {"rows": 2}, "with one at the end of every row"),
-    (
-        cuts(0, 9) | {"attention_mask": torch.ones(1, 8)},
-        "cu_seq_lens has 9 tokens per row, but the batch or attention_mask has 8",
-    ),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), ARGUMENTS, ids=lambda value: value if isinstance(value, str) else "")
-def test_an_argument_that_cannot_be_honoured_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        ask_layer(**arguments)
-
-
-@pytest.mark.parametrize(("inputs", "message"), INPUTS, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_call_that_cannot_be_honoured_is_refused(inputs: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        call_of(**inputs)
 
 
 def test_what_is_without_effect_is_let_through() -> None:
@@ -269,18 +176,6 @@ def test_sinks_take_their_share_of_every_row() -> None:
 # Models
 
 
-def test_a_model_that_decodes_with_another_cache_is_refused(attention: MeshAttention) -> None:
-    model = parallelize(make_model("llama"), attention).eval()
-    ids = tokens(1, 8)["input_ids"]
-    prefill = model(ids, use_cache=True)  # whole, so it can be run
-    with pytest.raises(UsageError, match="generates with its own cache only"):
-        model(ids[:, :1], past_key_values=prefill.past_key_values)
-    with pytest.raises(UsageError, match="past_key_values is a DynamicCache, which would be whole on every rank"):
-        model.generate(ids, max_new_tokens=2, do_sample=False, past_key_values=prefill.past_key_values)
-    with pytest.raises(UsageError, match="a StaticCache"):
-        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=16))
-
-
 def test_a_cache_that_is_only_filled_changes_nothing(attention: MeshAttention) -> None:
     model = parallelize(make_model("gemma2"), attention).eval()
     local = shard_batch(attention, tokens(2, 9) | {"attention_mask": torch.ones(2, 9)})
@@ -289,50 +184,8 @@ def test_a_cache_that_is_only_filled_changes_nothing(attention: MeshAttention) -
     assert torch.equal(filled.logits, model(**local).logits)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"output_attentions": True}, "output_attentions is not supported"),
-        ({"attention_mask": torch.zeros(2, 1, 9, 9)}, "custom 4D masks"),
-        ({"something": torch.zeros(1)}, "LlamaAttention passed something to attention"),
-    ],
-)
-def test_what_a_model_passes_on_is_refused(attention: MeshAttention, call: dict[str, Any], message: str) -> None:
-    model = parallelize(make_model("llama"), attention)
-    with pytest.raises(UsageError, match=message):
-        model(**(shard_batch(attention, tokens(2, 9)) | call))
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("convolutions", {}, r"lfm2 mixes tokens outside of plain attention \(layer_types has 'conv'\)"),
-        ("convolutions", {"layer_types": None}, r"\(its config has conv_L_cache\)"),
-        ("llama", {"mamba_d_conv": 4}, r"llama mixes tokens .* \(its config has mamba_d_conv\)"),
-        ("llama", {"layer_types": ["full_attention", "indexed_attention"]}, "layer_types has 'indexed_attention'"),
-    ],
-)
-def test_models_that_look_at_several_tokens_outside_attention_are_refused(
-    attention: MeshAttention, name: str, changes: dict[str, Any], message: str
-) -> None:
-    model = make_model(name)
-    for key, value in changes.items():
-        setattr(model.config, key, value)
-    with pytest.raises(UsageError, match=message):
-        parallelize(model, attention)
-
-
 def test_a_hybrid_without_other_layers_is_run() -> None:
     refuse_mixing(make_model("convolutions", layer_types=["full_attention"] * 2).config)
-
-
-def test_the_loss_of_a_router_is_refused(attention: MeshAttention) -> None:
-    local = shard_batch(attention, tokens(1, 9))
-    parallelize(make_model("experts"), attention)(**local)
-    with pytest.raises(UsageError, match="output_router_logits is not supported"):
-        parallelize(make_model("experts"), attention)(**local, output_router_logits=True)
-    with pytest.raises(UsageError, match="output_router_logits is not supported"):
-        parallelize(make_model("experts", output_router_logits=True), attention)(**local)
 
 
 def rotary_config(**fields: Any) -> Any:
@@ -360,20 +213,6 @@ def test_documents_and_padding_count_as_short_for_long_rotary() -> None:
     for row in (BatchRow((0, 20, 40), (0, 40)), BatchRow((0, 40), (3, 40))):
         with pytest.raises(UsageError, match="without padding or documents"):
             refuse_rotary(config, (least_end(alone(), [row]), 40))
-
-
-def test_dropout_is_refused_in_training_only(attention: MeshAttention) -> None:
-    model = parallelize(make_model("llama", attention_dropout=0.1), attention)
-    local = shard_batch(attention, tokens(1, 9))
-    model.eval()(**local)
-    with pytest.raises(UsageError, match=r"attention dropout is not supported, got 0\.1"):
-        model.train()(**local)
-
-
-def test_masks_of_a_model_of_its_own_are_refused(attention: MeshAttention) -> None:
-    model = parallelize(make_model("gemma3", use_bidirectional_attention=True), attention)
-    with pytest.raises(UsageError, match="adds a custom mask function"):
-        model(**shard_batch(attention, tokens(1, 9)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])

@@ -10,12 +10,12 @@ import torch
 from pool import shared_pool
 from torch import Tensor
 
-from mesh_attention import Problem, causal, make_plan
-from mesh_attention.api import MeshAttention
+from mesh_attention import MeshAttention, Problem, causal, make_plan
+from mesh_attention.arguments import CallOptions
 from mesh_attention.comm import torch_dist
 from mesh_attention.comm.base import AllOf, Parcel
 from mesh_attention.comm.torch_dist import TorchComm
-from mesh_attention.execution import engine, warm_up
+from mesh_attention.execution import call, engine, warm_up
 from mesh_attention.execution.compiled import compile_program, peers_of
 from mesh_attention.kernels.base import CallMask, Gradients, Kernel, RowGradient, Scores
 from mesh_attention.kernels.merging import TorchMerging
@@ -186,3 +186,30 @@ def test_ranks_meet_at_once_and_only_once() -> None:
     for rank, met in enumerate(shared_pool().run(4, reach_others)):
         neighbours = sorted({(rank + 1) % 4, (rank - 1) % 4})
         assert met == [neighbours, neighbours]
+
+
+def derivations(group: Any) -> list[int]:
+    """How often the problem has been derived after a call, after the same again, and after another spelling of it."""
+    counted: list[Problem] = []
+    derive = CallOptions.problem
+
+    def counting(*given: Any, **named: Any) -> Problem:
+        counted.append(derive(*given, **named))
+        return counted[-1]
+
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CallOptions, "problem", counting)
+        call.derive_problem.cache_clear()
+        attention = MeshAttention(group)
+        q = torch.randn(1, 8, 2, 4, requires_grad=True)
+        for options in ({}, {}, {"softmax_scale": 0.5}):
+            out = attention(q, q, q, causal=True, **options)
+            out.sum().backward()
+            counts.append(len(counted))
+        assert len(attention.calls.engines) == 1  # 0.5 is the scale of head size 4
+    return counts
+
+
+def test_a_call_derives_its_problem_once() -> None:
+    assert shared_pool().run(2, derivations) == [[1, 1, 2]] * 2

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from mesh_attention.comm.torch_dist import reason_of
 from mesh_attention.errors import TransportError
 from mesh_attention.session import watchdog
+from mesh_attention.session.agreement import Statement
 from mesh_attention.session.pass_ids import CheckedComm
-from mesh_attention.session.pass_reports import DIFFERENT_CALLS, Report, judge
+from mesh_attention.session.pass_reports import Report, judge
 from mesh_attention.session.poison import Poison
 from mesh_attention.session.session import GroupState
 from mesh_attention.session.watchdog import STORE_IS_SILENT, Watchdog, WatchedPass
@@ -82,31 +82,6 @@ def here(rank: int, number: int = 5, **more: Any) -> Report:
     return Report(rank, passes=number, hashes={number: 7}, number=number, at=f"forward pass {number}, step 2", **more)
 
 
-def test_ranks_in_another_call_are_named() -> None:
-    others = {1: here(1), 2: Report(2, passes=5, hashes={5: 8}), 3: here(3)}
-    verdict = judge(here(0), others, ())
-    assert verdict.reason == f"rank 2 makes a different call from ranks 0, 1, 3 in pass 5; {DIFFERENT_CALLS}"
-    assert verdict.is_certain
-
-
-def test_a_rank_that_compares_a_new_call_is_named() -> None:
-    others = {1: here(1), 2: Report(2, passes=4, sharings=1), 3: here(3)}
-    verdict = judge(here(0), others, ())
-    assert verdict.reason.startswith("rank 2 is agreeing on a new call, but rank 0 is running one that it")
-    assert verdict.is_certain
-
-
-def test_silent_late_and_slow_ranks_are_named_but_may_still_come() -> None:
-    late = {1: here(1), 2: Report(2, passes=4), 3: here(3)}
-    assert judge(here(0), late, ()).reason == "rank 2 has not begun pass 5"
-    assert (
-        judge(here(0), {1: here(1)}, (2, 3)).reason == "ranks 2, 3 do not answer: their processes have ended or stopped"
-    )
-    slow = {1: here(1, waits_for=(2,)), 2: Report(2, passes=5, hashes={5: 7}), 3: here(3)}
-    assert judge(here(0, waits_for=(1,)), slow, ()).reason == "rank 2 is in pass 5 too, but not as far"
-    assert not any(judge(here(0, waits_for=(1,)), others, ()).is_certain for others in (late, slow))
-
-
 # Watches over one store
 
 
@@ -133,10 +108,14 @@ class Ranks:
             rank=rank,
             size=RANKS,
             store=self.store,
+            kind="Gloo",
+            settle_s=SOON_S,
+            meeting=lambda: None,
+            latest_call=lambda: (Statement(), ""),
             patience_s=lambda: self.patience_s,
             passes_over=lambda: self.over[rank],
             counts=lambda: (self.sharings[rank], self.begun[rank]),
-            poison=lambda: self.done[rank].append("poison"),
+            poison=lambda reason: self.done[rank].append("poison"),
             abort=abort,
             has_failed=lambda: self.have_failed[rank],
             failure=lambda: self.failures[rank],
@@ -179,7 +158,7 @@ def wait_until(happens: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
-    for name, seconds in {"TICK_S": 0.05, "STALL_S": 0.2, "SILENT_S": SOON_S, "SETTLE_S": SOON_S}.items():
+    for name, seconds in {"TICK_S": 0.05, "STALL_S": 0.2, "SILENT_S": SOON_S}.items():
         monkeypatch.setattr(watchdog, name, seconds)
     made: list[Ranks] = []
 
@@ -347,18 +326,3 @@ def test_results_are_poisoned_once_a_rank_gave_up() -> None:
     assert after.isnan().all()
     assert alarm.passes_over() == 2
     assert alarm.verdict() is None  # ranks made the same calls; why it gave up is known to its watch
-
-
-def test_an_error_of_nccl_is_told_in_one_line() -> None:
-    said = reason_of(
-        RuntimeError(
-            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3780, remote process exited or "
-            "there was a network error, NCCL version 2.28.9\nncclRemoteError: A call failed possibly due to a network "
-            "error or a remote process exiting prematurely.\nLast error:\nsocketProgress: Connection closed by remote "
-            "peer localhost<46722>"
-        )
-    )
-    assert said == (
-        "NCCL: remote process exited or there was a network error "
-        "(socketProgress: Connection closed by remote peer localhost<46722>)"
-    )

@@ -61,20 +61,6 @@ def test_waves_expose_less_and_take_less_memory(text: str, direction: str) -> No
     assert after.peak_nbytes < before.peak_nbytes
 
 
-def test_what_is_kept_as_exchanged_is_not_exchanged_again() -> None:
-    choice = Choice.parse("ulysses 8 + mesh 2x1, zigzag")
-    again, once = (make_plan(LONG, replace(choice, keep=keep), direction="backward") for keep in ((), ("own",)))
-    shard = 2**17 // 16 * 32 * 128 * 2
-    saved = rank_costs(again, 0).received_nbytes - rank_costs(once, 0).received_nbytes
-    assert saved == 3 * shard * 7 // 8
-
-
-def test_in_the_last_wave_a_rank_finishes_its_own_rows_last() -> None:
-    plan = make_plan(LONG, "ulysses 8 + mesh 2x1, zigzag, 2 waves of rows")
-    assert [move.wave for move in plan.schedule.moves if type(move).__name__ == "Meet"] == [0, 0, 1, 1]
-    assert [move.rows for move in plan.schedule.moves if type(move).__name__ == "Meet"][-1] == (0,)
-
-
 @pytest.mark.parametrize("text", ["ulysses 4, 2 waves of rows", "ulysses 2 + mesh 2x1, 2 waves", "ulysses 4, keep own"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_lost_or_swapped_exchange_is_noticed(text: str, direction: str) -> None:

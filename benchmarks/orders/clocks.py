@@ -29,7 +29,7 @@ from mesh_attention.plan.format import format_move
 from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.schedule_builder import mask_of
+from mesh_attention.planners.greedy import mask_of
 
 
 class Clocks(NamedTuple):

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from strategies import directions
 
 from mesh_attention import Tile
-from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.parse import parse_move
 from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.greedy import OWN_ROW_WEIGHTS, CountedOrder, greedy_moves
-from orders.clocks import Clocks, price_moves
+from mesh_attention.planners.greedy import OWN_ROW_WEIGHTS, CountedOrder, mask_of
+from mesh_attention.planners.make import greedy_moves
+from orders.clocks import price_moves
 from orders.optimum import optimal_moves
 
 COSTS = st.builds(Costs, **{kind: st.floats(0.05, 12) for kind in KINDS})
@@ -42,73 +42,6 @@ GRADIENTS = (
     "fetch q 1 · fetch do 1 · meet 0 x 0 · fetch kv 1 · meet 1 x 0 · meet 1 x 1 · return dq 1 · meet 0 x 1 · "
     "return dkv 1 · return dq 0 · return dkv 0"
 )
-
-
-@pytest.mark.parametrize(
-    ("text", "tile", "direction", "costs", "clocks"),
-    [
-        # The fetch hides behind the first block; it ends at 0.75.
-        (BEHIND, Tile(1, 2), "forward", Costs(kv=0.75), Clocks(compute=2.0, link=0.75)),
-        # It ends at 3; compute waits for it from 1 on.
-        (BEHIND, Tile(1, 2), "forward", Costs(kv=3.0), Clocks(compute=4.0, link=3.0)),
-        # Posted only when the block before it has ended: 1 + 3, and then a block.
-        (AFTER, Tile(1, 2), "forward", Costs(kv=3.0), Clocks(compute=5.0, link=4.0)),
-        # One transfer at a time: q is here at 1, kv at 1.5. O leaves at 3 and is there at 4.25; compute ends at 4.
-        (TWO_ROWS, Tile(2, 2), "forward", Costs(q=1.0, kv=0.5, o=1.25), Clocks(compute=4.0, link=4.25)),
-        # Row 1 is here at 2 + 1. Posted at 1, kv goes after it: 3 to 7. Blocks end at 4, 8 and 9; dq travels from 8 to
-        # 9.5, and dkv from 9.5 to 10.
-        (
-            GRADIENTS,
-            Tile(2, 2),
-            "backward",
-            Costs(q=2.0, do=1.0, kv=4.0, dq=1.5, dkv=0.5),
-            Clocks(compute=9.0, link=10.0),
-        ),
-        # A rectangle waits for all of its inputs, and takes its four blocks.
-        (
-            "fetch q 1 · fetch kv 1 · meet 0,1 x 0,1 · return o 1 · return o 0",
-            Tile(2, 2),
-            "forward",
-            Costs(q=1.0, kv=0.5, o=1.25),
-            Clocks(compute=5.5, link=6.75),
-        ),
-    ],
-)
-def test_prices_worked_out_by_hand(text: str, tile: Tile, direction: Direction, costs: Costs, clocks: Clocks) -> None:
-    assert price_moves(moves(text), tile, direction, costs=costs) == clocks
-
-
-def test_what_a_rank_has_is_not_waited_for() -> None:
-    schedule = moves("meet 0 x 0 · meet 0 x 1 · return o 0")
-    assert price_moves(schedule, Tile(1, 2), "forward", costs=Costs(), held_kinds=("kv",)) == Clocks(2.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("meet 0 x 1", "move 0, 'meet 0 x 1': kv 1 not fetched before it"),
-        ("meet 0 x 0 · meet 0 x 0", r"move 1, 'meet 0 x 0': blocks \[\(0, 0\)\] are not left to meet"),
-        ("meet 0 x 5", r"move 0, 'meet 0 x 5': blocks \[\(0, 5\)\] are not left to meet"),
-        ("meet 0 x 0,0", "move 0, 'meet 0 x 0,0': expected some rows and columns, each once"),
-        ("fetch kv 0", "move 0, 'fetch kv 0': kv 0 is here, or on its way"),
-        ("fetch kv 1 · fetch kv 1", "move 1, 'fetch kv 1': kv 1 is here, or on its way"),
-        ("fetch kv 2", "move 0, 'fetch kv 2': expected an offset below 2"),
-        ("fetch do 1", "move 0, 'fetch do 1': do is not to be fetched"),
-        ("return dq 1", "move 0, 'return dq 1': forward does not return dq"),
-        ("return o 2", "move 0, 'return o 2': expected an offset below 2"),
-        ("return o 1", "move 0, 'return o 1': its blocks have not all met"),
-        (
-            "fetch q 1 · fetch kv 1 · meet 0,1 x 0,1 · return o 0",
-            "move 3, 'return o 0': o 1 not returned before it",
-        ),
-        ("fetch q 1 · fetch kv 1 · meet 0,1 x 0,1 · return o 1 · return o 1", "returned before"),
-        ("fetch q 1 · fetch kv 1 · meet 0,1 x 0,1 · return o 1", "at the end: o 0 not returned"),
-        ("gather kv", "move 0, 'gather kv': a collective has no price here; expected fetch, meet or return"),
-    ],
-)
-def test_what_is_no_schedule_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        price_moves(moves(text), Tile(2, 2), "forward", costs=Costs())
 
 
 # The shortest schedule
@@ -263,8 +196,8 @@ def test_the_greedy_order_knows_its_own_price(
 ) -> None:
     """It chooses between orders by the clocks it keeps while it makes them. With large calls these may be late: after
     a wait for one more shard it may choose a call that does not need that shard."""
-    for own_row_weight in OWN_ROW_WEIGHTS:
-        order = CountedOrder(tile, direction, costs, blocks_per_call, held_kinds, own_row_weight)
+    for weight in OWN_ROW_WEIGHTS:
+        order = CountedOrder(tile, direction, costs, held_kinds, own_row_weight=weight, most_ahead=blocks_per_call)
         kept = order.complete_all()
         whole = (*order.moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
         price = price_moves(whole, tile, direction, costs=costs, held_kinds=held_kinds).makespan
@@ -289,7 +222,8 @@ def ring_makespan(schedule: tuple[Move, ...], direction: Direction, costs: Costs
                 link_free = arrivals[kind, offset] = max(now, link_free) + costs.of(kind)
             case Meet(rows, cols):
                 needed = [(kind, at) for kind in INPUTS[direction] for at in (rows if AXIS_OF[kind] == "row" else cols)]
-                now = max(now, *(arrivals.get(item, 0.0) for item in needed)) + len(rows) * len(cols)
+                price = costs.of_call(mask_of(rows), mask_of(cols))
+                now = max(now, *(arrivals.get(item, 0.0) for item in needed)) + price
             case Return(kind, offset) if offset:
                 link_free = max(now, link_free) + costs.of(kind)
     return max(now, link_free)

@@ -10,7 +10,7 @@ from typing_extensions import assert_never
 
 from mesh_attention.clusters import PRESETS
 from mesh_attention.masks import causal
-from mesh_attention.plan.counts import rank_costs
+from mesh_attention.plan.plan import rank_costs
 from mesh_attention.plan.steps import DIRECTIONS
 from mesh_attention.planners.make import make_plan
 from mesh_attention.problem import Problem

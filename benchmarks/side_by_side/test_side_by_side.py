@@ -12,9 +12,8 @@ import pytest
 import torch
 from which_calls_do_peers_get_right import CALLS, outcome
 
-from mesh_attention import Choice, Problem, causal
 from side_by_side import dense, stand_in
-from side_by_side.contenders import RING, ZIGZAG, choice_names, find_packages, is_choice, is_ring, peer_names
+from side_by_side.contenders import RING, ZIGZAG, find_packages
 
 BENCHMARK = Path(__file__).resolve().parents[1] / "how_fast_on_nccl.py"
 WRONG = """
@@ -107,19 +106,6 @@ def test_our_own_kernels_do_not_find_the_stand_in() -> None:
     with stand_in.standing_in():
         assert sys.modules["flash_attn"].__version__ == stand_in.VERSION
     assert getattr(sys.modules.get("flash_attn"), "__version__", None) != stand_in.VERSION
-
-
-def test_every_choice_of_method_degree_and_tile_is_named_once() -> None:
-    problem = Problem.self_attention(seq_len=1024, heads=16, kv_heads=4, head_dim=8, ranks=16, mask=causal())
-    names = choice_names(16, 4)
-    resolved = {Choice.parse(name.removeprefix("ours, ")).resolved(problem, "forward") for name in names}
-    assert len(names) == len(resolved) == 2 * (5 + 4 + 3)
-    assert all(map(is_choice, names))
-    assert "ours, ulysses" in choice_names(16, 16)
-
-
-def test_a_ring_is_a_ring_through_all_ranks() -> None:
-    assert [name for name in peer_names(8, 4) if is_ring(name)] == [RING, ZIGZAG, "USP 1·8", "torch all-to-all"]
 
 
 @pytest.mark.slow

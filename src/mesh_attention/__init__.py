@@ -4,16 +4,16 @@ Importing this package does not import torch; asking it for `MeshAttention`, `me
 `ShardedCache` or `CachedLayer` does.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import DisagreementError, MeshAttentionError, PlanError, TransportError, UsageError
 from mesh_attention.masks import causal, documents, full, window
 from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.counts import rank_costs
 from mesh_attention.plan.layout import Chunks, Contiguous, Striped, Zigzag
 from mesh_attention.plan.parse import parse_plan
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, rank_costs
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.make import make_plan
 from mesh_attention.problem import Problem
@@ -63,18 +63,15 @@ __all__ = [
 ]
 
 
+_WITH_TORCH = {
+    **dict.fromkeys(("MeshAttention", "mesh_attention"), "api"),
+    **dict.fromkeys(("CachedLayer", "ShardedCache"), "serving"),
+    "LocalGroup": "comm.local",
+}
+
+
 def __getattr__(name: str) -> Any:
     """The half that needs torch, on first use."""
-    if name in ("MeshAttention", "mesh_attention"):
-        from mesh_attention import api
-
-        return getattr(api, name)
-    if name == "LocalGroup":
-        from mesh_attention.comm.local import LocalGroup
-
-        return LocalGroup
-    if name in ("CachedLayer", "ShardedCache"):
-        from mesh_attention import serving
-
-        return getattr(serving, name)
+    if name in _WITH_TORCH:
+        return getattr(import_module(f"mesh_attention.{_WITH_TORCH[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

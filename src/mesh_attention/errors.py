@@ -20,10 +20,6 @@ MeshAttentionError
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 
 class MeshAttentionError(Exception):
     """Base of everything this library raises on purpose."""
@@ -83,13 +79,3 @@ class TransportError(MeshAttentionError):
 
 class StalledError(TransportError):
     """Ranks wait for each other, and none can continue."""
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn a refusal of the system to write a file into a `UsageError` that names the file."""
-    try:
-        yield
-    except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
-        raise UsageError(f"{path}: cannot be written: {reason}; write elsewhere") from error

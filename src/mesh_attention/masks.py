@@ -81,7 +81,8 @@ class Mask:
         elif (self.left, self.right) != (None, None):
             parts.append(f"window({_unbounded(self.left)},{_unbounded(self.right)})")
         if self.documents is not None:
-            parts.append(_documents_text(self.documents))
+            q, kv = (",".join(map(str, cuts)) for cuts in (self.documents.q, self.documents.kv))
+            parts.append(f"documents({q})" if q == kv else f"documents({q}|{kv})")
         return "&".join(parts) or "full"
 
     def pairs(self, q: Segment, kv: Segment, *, seq_q: int, seq_kv: int) -> int:
@@ -190,11 +191,6 @@ def _intersect(a: Documents | None, b: Documents | None) -> Documents | None:
 
 def _unbounded(reach: int | None) -> int:
     return -1 if reach is None else reach
-
-
-def _documents_text(docs: Documents) -> str:
-    q = ",".join(map(str, docs.q))
-    return f"documents({q})" if docs.q == docs.kv else f"documents({q}|{','.join(map(str, docs.kv))})"
 
 
 def _clip(segment: Segment, low: int, high: int) -> Segment:

@@ -19,7 +19,6 @@ from mesh_attention.masks import BlockKind, Mask, Segment
 from mesh_attention.plan import steps
 from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.blocks import BlockMatrix, token_nbytes
-from mesh_attention.plan.buffer_sizes import kv_nbytes
 from mesh_attention.plan.kernel_calls import KernelCall
 from mesh_attention.plan.schedule import Route
 from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Direction, Item, Kind, Step, running
@@ -71,27 +70,14 @@ def meet_seconds(device: Device, direction: Direction) -> float:
     return CALLS_PER_MEET * (device.rate(direction).call_us + device.launch_us) * 1e-6
 
 
-def decode_seconds(device: Device, problem: Problem) -> float:
-    """A decoded step's attention to what a rank holds, of a problem with all cached and new tokens: reading K and V, or
-    computing if many queries share them."""
-    read_s = kv_nbytes(problem) / (device.memory_gb_per_s * 1e9)
-    compute_s = problem.flops("forward") / problem.ranks / (device.forward.tflops * 1e12)
-    return device.forward.call_us * 1e-6 + max(read_s, compute_s)
-
-
 # Steps
 
 
 class Prices:
     """Seconds on the compute lane for the steps of one plan."""
 
-    def __init__(
-        self, device: Device, matrix: BlockMatrix, direction: Direction, *, attend_s: float | None = None
-    ) -> None:
-        """Over a cache, `attend_s` is how long a rank attends to what it holds, which a plan leaves open."""
-        if matrix.is_over_cache and attend_s is None:
-            raise PlanError("a plan over a cache does not know how much is cached: give attend_s, in seconds")
-        self.device, self.matrix, self.direction, self.attend_s = device, matrix, direction, attend_s or 0.0
+    def __init__(self, device: Device, matrix: BlockMatrix, direction: Direction) -> None:
+        self.device, self.matrix, self.direction = device, matrix, direction
         problem, shares = matrix.problem, matrix.assignment.head_shares
         self.heads = problem.batch * problem.heads // shares
         self.flops_per_pair = problem.flops(direction, pairs=1) // shares
@@ -104,7 +90,7 @@ class Prices:
             case steps.Merge(partial):
                 return self.device.touch_seconds(merge_nbytes(self._nbytes(partial), self._nbytes(running(partial))))
             case steps.Decode():
-                return self.attend_s
+                raise PlanError("a plan over a cache does not say how much is cached; use simulate_decode of the lab")
             case steps.Combine(partials, total):
                 return self.device.touch_seconds(sum(map(self._nbytes, partials)) + self._nbytes(total))
             case steps.Pack(_, item) | steps.Unpack(item):
@@ -122,7 +108,7 @@ class Prices:
 
     def call(self, call: KernelCall) -> float:
         """A kernel call, and adding its results to the running sums."""
-        q, kv = _tokens(call.q), _tokens(call.kv)
+        q, kv = (sum(map(len, segments)) for segments in (call.q, call.kv))
         is_full = call.kind is BlockKind.FULL
         problem = self.matrix.problem
         pairs = q * kv if is_full else _pairs(problem.mask, call.q, call.kv, problem.seq_q, problem.seq_kv)
@@ -139,10 +125,6 @@ class Prices:
 
     def _nbytes(self, item: Item) -> int:
         return self.matrix.nbytes(item).total
-
-
-def _tokens(segments: Sequence[Segment]) -> int:
-    return sum(map(len, segments))
 
 
 @lru_cache(maxsize=65536)

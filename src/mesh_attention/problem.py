@@ -67,14 +67,9 @@ class Problem:
         )
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name in ("dtype", "mask"):
-                continue
-            check_whole(ProblemError, **{f.name: value})
-            most = MOST_RANKS if f.name == "ranks" else MOST
-            if value > most:
-                raise ProblemError(f"{f.name}={brief(value)}: expected at most {most:,}")
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("dtype", "mask")}
+        check_whole(ProblemError, most=MOST_RANKS, ranks=sizes.pop("ranks"))
+        check_whole(ProblemError, most=MOST, **sizes)
         if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE:
             raise ProblemError(f"dtype={brief(self.dtype)}: expected one of {', '.join(ITEMSIZE)}")
         if self.heads % self.kv_heads:
@@ -106,11 +101,13 @@ class Problem:
         return (self.pairs if pairs is None else pairs) * self.batch * self.heads * per_pair
 
 
-def check_whole(error: type[UsageError], least: int = 1, **values: object) -> None:
-    """Raise this error for the first value, by name, that is not a whole number of at least `least`."""
+def check_whole(error: type[UsageError], least: int = 1, most: int | None = None, **values: object) -> None:
+    """Raise this error for the first value, by name, that is not a whole number of at least `least`, at most `most`."""
     for name, value in values.items():
         if type(value) is not int or value < least:
             raise error(f"{name}={brief(value)}: expected a whole number of at least {least}")
+        if most is not None and value > most:
+            raise error(f"{name}={brief(value)}: expected at most {most:,}")
 
 
 def flops_per_pair(direction: Direction, *, qk: int, v: int) -> int:

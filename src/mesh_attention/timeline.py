@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
 from typing import Literal, NamedTuple
 
 from mesh_attention.topology import LinkClass
@@ -38,11 +36,6 @@ class RankTimes:
     compute_s: float
     link_s: float
 
-    @property
-    def wait_s(self) -> float:
-        """The time in which its compute lane waits."""
-        return self.stop_s - self.compute_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
@@ -51,7 +44,7 @@ class Timeline:
     `ranks` holds the totals of every rank, `spans` those of the requested ranks. `sent_nbytes` is the sum over all
     ranks, by link class. `is_exact` is True if every rank's calls were priced one by one; otherwise the prices of some
     places represent those of their neighbours. (The order in which ranks that share a link are served is an assumption
-    either way.) `joined_compute_s` is only given for joined passes: the sum of their `compute_s`.
+    either way.)
     """
 
     name: str
@@ -61,7 +54,6 @@ class Timeline:
     flops: int
     spans: tuple[Span, ...] = ()
     is_exact: bool = True
-    joined_compute_s: float | None = None
 
     @property
     def time_s(self) -> float:
@@ -70,9 +62,7 @@ class Timeline:
 
     @property
     def compute_s(self) -> float:
-        """Compute time of the busiest rank; of joined passes, of the busiest rank in each."""
-        if self.joined_compute_s is not None:
-            return self.joined_compute_s
+        """Compute time of the busiest rank."""
         return max((rank.compute_s for rank in self.ranks), default=0.0)
 
     @property
@@ -96,41 +86,3 @@ class Timeline:
     def tflops(self) -> float:
         """Rate that an average rank achieves."""
         return self.flops / len(self.ranks) / self.time_s / 1e12 if self.time_s else 0.0
-
-
-def joined(timelines: Iterable[Timeline]) -> Timeline:
-    """Passes one after the other: each starts when the last rank has finished the one before."""
-    return reduce(_after, timelines)
-
-
-def _after(first: Timeline, second: Timeline) -> Timeline:
-    start_s = first.time_s
-    return Timeline(
-        name=_name(first.name, second.name),
-        ranks=tuple(_totals(a, b, start_s) for a, b in zip(first.ranks, second.ranks, strict=True)),
-        sent_nbytes={kind: nbytes + second.sent_nbytes[kind] for kind, nbytes in first.sent_nbytes.items()},
-        peak_nbytes=max(first.peak_nbytes, second.peak_nbytes),
-        flops=first.flops + second.flops,
-        spans=(
-            *first.spans,
-            *(s._replace(start_s=s.start_s + start_s, stop_s=s.stop_s + start_s) for s in second.spans),
-        ),
-        is_exact=first.is_exact and second.is_exact,
-        joined_compute_s=first.compute_s + second.compute_s,
-    )
-
-
-def _name(first: str, second: str) -> str:
-    """Words that both names begin with appear once."""
-    plan, _, direction = first.rpartition(" ")
-    other, _, later = second.rpartition(" ")
-    return f"{plan} {direction} and {later}" if plan == other else f"{first} and {second}"
-
-
-def _totals(first: RankTimes, second: RankTimes, start_s: float) -> RankTimes:
-    return RankTimes(
-        rank=first.rank,
-        stop_s=start_s + second.stop_s,
-        compute_s=first.compute_s + second.compute_s,
-        link_s=first.link_s + second.link_s,
-    )

@@ -12,7 +12,8 @@ from math import ceil
 from typing import Any, Literal
 
 from mesh_attention.errors import TopologyError
-from mesh_attention.problem import Direction, check_whole
+from mesh_attention.problem import MOST_RANKS, Direction, check_whole
+from mesh_attention.units import brief
 
 RUN = 128
 """Tokens that one unit of a device's width works on at a time."""
@@ -69,10 +70,9 @@ class Device:
     width: int = 1
 
     def __post_init__(self) -> None:
-        _check_positive(self, "memory_gb_per_s", "memory_gib", "width")
+        _check_positive(self, "memory_gb_per_s", "memory_gib")
         _check_not_negative(self, "launch_us")
-        if type(self.width) is not int:
-            raise TopologyError(f"width={self.width!r}: expected a whole number")
+        check_whole(TopologyError, width=self.width)
 
     def rate(self, direction: Direction) -> KernelRate:
         return self.forward if direction == "forward" else self.backward
@@ -110,7 +110,9 @@ class Topology:
 
     def __post_init__(self) -> None:
         ranks, ranks_per_node, nics = self.ranks, self.ranks_per_node, self.nics_per_node
-        check_whole(TopologyError, ranks=ranks, ranks_per_node=ranks_per_node, nics_per_node=nics)
+        check_whole(TopologyError, most=MOST_RANKS, ranks=ranks, ranks_per_node=ranks_per_node, nics_per_node=nics)
+        if not isinstance(self.name, str):
+            raise TopologyError(f"name={self.name!r}: expected a text, such as 'h100'")
         for name, wanted in (("device", Device), ("inside", Link), ("between", Link)):
             if not isinstance(getattr(self, name), wanted):
                 raise TopologyError(f"{name}={getattr(self, name)!r}: expected a {wanted.__name__}(...)")
@@ -167,4 +169,4 @@ def _check(value: object, names: Sequence[str], least: float, expected: str) -> 
         number = getattr(value, name)
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         if not is_number or not least <= number <= MOST:  # neither is true of a NaN
-            raise TopologyError(f"{type(value).__name__} {name}={number!r}: expected {expected}")
+            raise TopologyError(f"{type(value).__name__} {name}={brief(number)}: expected {expected}")

@@ -59,15 +59,9 @@ def format_time(seconds: float) -> str:
     if abs(seconds) < _ROUNDING_S:
         return "0"
     rounded = float(f"{seconds:.3g}")
-    unit, scale = time_unit(abs(rounded))
+    units = SECONDS if abs(rounded) >= _MINUTES_FROM_S else SECONDS[:-1]
+    unit, scale = next((unit for unit in reversed(units) if abs(rounded) >= unit[1]), SECONDS[0])
     return f"{three_digits(rounded / scale)} {unit}"
-
-
-def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit a time is shown in, and its length in seconds; minutes from two minutes on."""
-    if seconds >= _MINUTES_FROM_S:
-        return SECONDS[-1]
-    return next((unit for unit in reversed(SECONDS[:-1]) if seconds >= unit[1]), SECONDS[0])
 
 
 def format_together(values: Sequence[int], units: Units, *, below: int, digits: int = 4) -> tuple[str, list[str]]:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import gcd
 from typing import Any, cast
 
 from mesh_attention.plan.assignment import Tile, divisors
-from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS, RankCosts, imbalance, rank_costs
-from mesh_attention.plan.plan import Plan, PlanRequest
+from mesh_attention.plan.plan import Plan, PlanRequest, RankCosts, program_flops, rank_costs
 from mesh_attention.plan.steps import Direction
 from mesh_attention.planners.choice import Choice, Family, default_layout
-from mesh_attention.planners.costs import least_received_nbytes, received_by_tile
-from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, plan_decode
+from mesh_attention.planners.costs import received_by_tile
 from mesh_attention.planners.make import StatedStrategy, make_plan
-from mesh_attention.prices import decode_seconds
+from mesh_attention.planners.over_cache import Combining, Queries, StepShape, plan_decode
 from mesh_attention.problem import Problem
-from mesh_attention.simulation.simulate import simulate
+from mesh_attention.simulation.simulate import ALL_RANKS, MANY_RANKS, simulate
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import plan_on, traffic
 from mesh_attention.tuning.result import NEAR_TIE, Forecast, Trial
 from mesh_attention.tuning.search import MOST_TRANSFERS, groupings
 from mesh_attention.units import Progress, format_time
+from mesh_attention_lab.bounds import least_received_nbytes
+from mesh_attention_lab.decode_simulator import decode_seconds, simulate_decode
 
 MOST_BLOCKS, BLOCKS_PER_CALL = 16384, 16
 """Blocks of a rank up to which each is a call unless a number is stated; and the number where there are more."""
@@ -150,7 +150,7 @@ def decode_trials(
     """The chosen way, then the others and why they are not, fastest first."""
     attend_s, trials = decode_seconds(topology.device, problem), []
     for name, plan in decode_plans(problem, queries=queries).items():
-        timeline = simulate(plan, topology, attend_s=attend_s, spans_of=spans_of)
+        timeline = simulate_decode(plan, topology, attend_s=attend_s, spans_of=spans_of)
         trials.append(PlanTrial.of(name, {"forward": plan}, {"forward": timeline}))
     first, *losers = sorted(trials, key=lambda trial: trial.time_s)
     return first, *(replace(loser, reason=_why_not(loser, first)) for loser in losers)
@@ -195,6 +195,17 @@ class Comparison:
     counted_ranks: tuple[int, ...]
     bound_nbytes: float
     rows: tuple[Row, ...]
+
+
+def flops_by_rank(plan: Plan) -> list[int]:
+    return [program_flops(plan, program) for program in plan.all_programs()]
+
+
+def imbalance(flops: Iterable[int]) -> float:
+    """The extra work of the busiest rank relative to the average: 0 is even, 1 means twice as much."""
+    flops = list(flops)
+    mean = sum(flops) / max(1, len(flops))
+    return max(flops) / mean - 1 if mean else 0.0
 
 
 def compare(plan: Plan, choice: Choice, *, report: Progress) -> Comparison:

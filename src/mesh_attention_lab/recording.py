@@ -43,9 +43,8 @@ from mesh_attention.comm.base import Parcel, Work, Wrapper
 from mesh_attention.errors import UsageError
 from mesh_attention.execution.compiled import Compiled, Instruction
 from mesh_attention.execution.engine import Engine
-from mesh_attention.plan.counts import program_flops
 from mesh_attention.plan.format import format_end, format_step
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, program_flops
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.steps import Free, Recv, Send, transfers
 from mesh_attention.session.agreement import Statement

@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from mesh_attention.batches import batch_loss, shard_batch
 from mesh_attention.errors import DisagreementError, MeshAttentionError
 from mesh_attention.transformers import parallelize
 
+FORKING = get_context("fork")
 RANKS = 4
 LIMIT_S = 300
 TOLERANCE = 2e-3
@@ -140,8 +142,8 @@ def judge(model_type: str, kind: str, folder: Path) -> dict[str, Any]:
             due[name] = f"not run by transformers: {brief(error)}"
     del model
     family = model_type, kind, sizes
-    children = [fork(partial(run_rank, rank, folder, family, implementation, due)) for rank in range(RANKS)]
-    wait_for(children, time.monotonic() + LIMIT_S / 2)
+    children = [start(partial(run_rank, rank, folder, family, implementation, due)) for rank in range(RANKS)]
+    end(children, time.monotonic() + LIMIT_S / 2)
     answers = []
     for rank in range(RANKS):
         path = folder / f"rank{rank}.json"
@@ -250,31 +252,26 @@ def brief(error: Exception) -> str:
 # Processes
 
 
-def fork(work: Any) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        work()
-        code = 0
-    finally:
-        os._exit(code)
+def start(work: Callable[[], object]) -> BaseProcess:
+    process = FORKING.Process(target=run_silently, args=(work,))
+    process.start()
+    return process
 
 
-def wait_for(children: list[int], deadline: float) -> None:
-    left = set(children)
-    while left and time.monotonic() < deadline:
-        for pid in list(left):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                left.discard(pid)
-        time.sleep(0.01)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+def run_silently(work: Callable[[], object]) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    work()
+
+
+def end(processes: Sequence[BaseProcess], deadline: float = 0.0) -> None:
+    """Wait until the deadline, and kill who is not over then."""
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
+        process.join()
 
 
 def write_verdict(family: tuple[str, str, str], folder: Path) -> None:
@@ -290,16 +287,13 @@ def judge_all(chosen: list[tuple[str, str, str]], jobs: int) -> Iterator[tuple[s
                 family = waiting.pop(0)
                 folder = Path(root) / f"{len(waiting)}"
                 folder.mkdir()
-                pid = fork(partial(write_verdict, family, folder))
-                running[pid] = family, folder, time.monotonic() + LIMIT_S
-            for pid, (family, folder, deadline) in list(running.items()):
-                is_done = os.waitpid(pid, os.WNOHANG)[0] != 0
-                if not is_done and time.monotonic() < deadline:
+                process = start(partial(write_verdict, family, folder))
+                running[process] = family, folder, time.monotonic() + LIMIT_S
+            for process, (family, folder, deadline) in list(running.items()):
+                if process.is_alive() and time.monotonic() < deadline:
                     continue
-                if not is_done:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                del running[pid]
+                end([process])
+                del running[process]
                 path = folder / "verdict.json"
                 none = {"verdict": "not built", "why": "its process ended without a verdict, or took too long"}
                 yield *family, json.loads(path.read_text()) if path.exists() else none

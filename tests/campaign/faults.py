@@ -2,17 +2,18 @@
 
     python tests/campaign/faults.py                              # the whole table, in about ten minutes
     python tests/campaign/faults.py --fault die stop --moment "in forward"
-    python tests/campaign/faults.py --write docs/faults.md       # and write the page
+    python tests/campaign/faults.py --write docs/faults.md       # and write it into the page
 
 One cell is one run: rank 1 has the fault at the moment, the others do nothing wrong. Every rank that is alive must
-raise an error of this library within `SLACK_S` of the fault or of the group's timeout, and no rank may return a number,
-except where nothing is wrong (late, other spelling): there every rank must be right. Afterwards all ranks that are
-alive make one more call. All of them are right, or all of them raise.
+raise an error of this library within `LIMIT_S` of the fault, long before the group's timeout, and no rank may return a
+number, except where nothing is wrong (late, lock held, other spelling): there every rank must be right. Afterwards all
+ranks that are alive make one more call. All of them are right, or all of them raise.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import sys
@@ -21,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,41 +38,45 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from attending import Attended, Call
-from run_ranks import process_context
+from campaign.nccl_faults import write
+from run_ranks import end_ranks, process_context, start_ranks
+from serving_cases import Model
 
 import mesh_attention
 from mesh_attention import MeshAttention, MeshAttentionError
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.execution.call import Calls
+from mesh_attention.kernels.decode import TorchDecode
+from mesh_attention.kernels.torch_attention import CpuFlashKernel
+from mesh_attention.serving import CachedLayer, ShardedCache
 
 RANKS = 4
-TIMEOUT_S, SLACK_S, LATE_S = 5.0, 5.0, 1.5
+LIMIT_S, LATE_S = 5.0, {"late": 4.0, "late by a minute": 60.0}
+HELD_S = 10
+"""For so long a rank holds Python's global lock, so that none of its threads answers."""
 START_S = 60.0
 """Seconds that processes may take to start and to warm up."""
-STARTS = 3
-"""Starts to try: on a busy machine, connecting may take longer than the short timeout of the group."""
+SETTLE_S = 1.0
+"""Seconds after the start in which ranks learn each other's process ids."""
+MOST_S = 90.0
+"""After so long without an answer, a rank counts as silent for ever."""
 SEQ, HEADS, DIM = 48, 2, 8
 FAULTS = (
-    *("die", "stop", "late", "raise", "out of memory"),
+    *("die", "stop", "late", "late by a minute", "lock held", "raise", "out of memory"),
     *("other call", "other dtype", "other spelling", "other version", "wrong argument"),
 )
-HARMLESS = ("late", "other spelling")
+HARMLESS = (*LATE_S, "lock held", "other spelling")
 
 
 class Setting(NamedTuple):
-    """How a cell is run: which rank has the fault, the timeout of the group, and who keeps its store.
+    """How a cell is run: which rank has the fault, and who keeps the store of the group.
 
     A launcher such as torchrun keeps it, or rank 0 if there is none.
     """
 
     victim: int = 1
-    timeout_s: float = TIMEOUT_S
     store_on_rank_0: bool = False
     method: str = "ring"
-
-    @property
-    def limit_s(self) -> float:
-        return self.timeout_s + SLACK_S
 
 
 class MadeToFailError(Exception):
@@ -103,8 +107,10 @@ class Rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            case "late":
-                time.sleep(min(LATE_S, 0.6 * self.setting.timeout_s))
+            case "late" | "late by a minute":
+                time.sleep(LATE_S[self.fault])
+            case "lock held":
+                ctypes.PyDLL(None).sleep(HELD_S)
             case "raise":
                 raise MadeToFailError("made to fail")
             case "out of memory":
@@ -265,6 +271,39 @@ def in_a_checkpoint(rank: Rank) -> Attack:
     return attack
 
 
+def in_a_turn(rank: Rank) -> Attack:
+    return _serving(rank, CpuFlashKernel, "forward", lambda model, chat: model.prefill({chat: 8}))
+
+
+def in_a_decoded_step(rank: Rank) -> Attack:
+    return _serving(rank, TorchDecode, "attend", lambda model, chat: model.decode([chat]))
+
+
+def _serving(rank: Rank, kernel: type, method: str, act: Callable[[Model, int], None]) -> Attack:
+    """A turn or a step like earlier ones; another call has the layers in another order."""
+    layers = [CachedLayer(kv_heads=HEADS, head_dim=DIM)] * 2
+    model = Model(ShardedCache(rank.attention, layers, tokens=99, dtype=torch.float64))
+    chat = model.new()
+    for tokens in (24, 8):
+        model.prefill({chat: tokens})
+    act(model, chat)
+    different: dict[str, dict[str, Any]] = {
+        "other spelling": {"softmax_scale": DIM**-0.5},
+        "wrong argument": {"softcap": "none"},
+    }
+
+    def attack() -> bool:
+        if rank.differs:
+            model.order = (1, 0) if rank.fault == "other call" else ()
+            model.options = different.get(rank.fault, {})
+        cast = torch.float32 if rank.differs and rank.fault == "other dtype" else torch.float64
+        with rank.failing_in(kernel, method), mock.patch.object(Model, "_given", lambda _, whole: whole.to(cast)):
+            act(model, chat)
+        return model.error < 1e-12
+
+    return attack
+
+
 def _questions(rank: Rank) -> list[Call]:
     """The question of all ranks and, if the victim asks another one, that one too."""
     return [CALL, rank.question(other=True)] if rank.has_twin else [CALL]
@@ -288,12 +327,19 @@ MOMENTS: dict[str, Callable[[Rank], Attack]] = {
     "between calls": between_calls,
     "in unshard": in_unshard,
     "in a checkpoint": in_a_checkpoint,
+    "in a turn": in_a_turn,
+    "in a decoded step": in_a_decoded_step,
 }
 IMPOSSIBLE = {
-    *(("other version", moment) for moment in ("in forward", "in backward", "between calls", "in a checkpoint")),
+    *(
+        ("other version", moment)
+        for moment in ("in forward", "in backward", "between calls", "in a checkpoint", "in a decoded step")
+    ),
     *(("wrong argument", moment) for moment in ("in backward", "in a checkpoint")),
+    *((error, moment) for error in ("raise", "out of memory") for moment in ("before the first call", "between calls")),
 }
-"""A library does not change its version in mid-run, and the first call compares it. Backward has no arguments."""
+"""A library does not change its version in mid-run, and the first call compares it. Backward has no arguments. A rank
+that raises outside of this library, and goes on, is late."""
 
 
 def cells() -> list[tuple[str, str]]:
@@ -304,11 +350,11 @@ def work(connection: Connection, number: int, port: int, fault: str, moment: str
     torch.set_num_threads(1)
     is_keeper = setting.store_on_rank_0 and number == 0
     store = TCPStore("localhost", port, is_master=is_keeper, wait_for_workers=False)
-    timeout = timedelta(seconds=setting.timeout_s)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=RANKS, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=RANKS)
     rank = Rank(number, fault, setting)
     attack = MOMENTS[moment](rank)
     dist.barrier()
+    time.sleep(SETTLE_S)
     connection.send("ready")
     if rank.is_victim and fault == "other version":
         mesh_attention.__version__ = "0.0.0"
@@ -363,7 +409,7 @@ class Cell:
             if why := self._breach(rank, outcome):
                 found.append(f"rank {rank}: {why}: {outcome.said} ({outcome.seconds:.1f} s)")
         alive = [outcome for outcome in self.afterwards if outcome != DEAD]
-        late = any(outcome.seconds > self.setting.limit_s for outcome in alive)
+        late = any(outcome.seconds > LIMIT_S for outcome in alive)
         if late or not (
             all(outcome.said == "right" for outcome in alive) or all(one.is_library_error for one in alive)
         ):
@@ -381,7 +427,7 @@ class Cell:
         if not outcome.is_library_error:
             return "expected an error of this library"
         # A stopped rank raises some time after it goes on.
-        limit = self.setting.limit_s * (2 if is_victim and self.fault == "stop" else 1)
+        limit = LIMIT_S * (2 if is_victim and self.fault == "stop" else 1)
         return f"expected it within {limit:g} s" if outcome.seconds > limit else None
 
     @property
@@ -396,12 +442,11 @@ class Cell:
 
 
 def run_cell(fault: str, moment: str, setting: Setting = Setting()) -> Cell:  # noqa: B008  (a value)
-    for _ in range(STARTS):
-        with _started(fault, moment, setting) as workers:
-            if all(_is_ready(connection) for _, connection in workers):
-                ranks = _outcomes(workers, setting)
-                return Cell(fault, moment, ranks, _outcomes(workers, setting), setting)
-    raise RuntimeError(f"{fault}, {moment}: the ranks did not get ready within the group's timeout")
+    with _started(fault, moment, setting) as workers:
+        if not all(_is_ready(connection) for _, connection in workers):
+            raise RuntimeError(f"{fault}, {moment}: the ranks did not get ready")
+        ranks = _outcomes(workers, setting)
+        return Cell(fault, moment, ranks, _outcomes(workers, setting), setting)
 
 
 @contextmanager
@@ -411,20 +456,11 @@ def _started(fault: str, moment: str, setting: Setting) -> Iterator[list[tuple[A
     port = store.port
     if setting.store_on_rank_0:
         del store  # its port is free again
-    workers: list[tuple[Any, Connection]] = []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, rank, port, fault, moment, setting), daemon=True)
-        process.start()
-        theirs.close()
-        workers.append((process, ours))
+    workers = start_ranks(context, RANKS, work, port, fault, moment, setting)
     try:
         yield workers
     finally:
-        for process, connection in workers:
-            connection.close()
-            process.kill()
-            process.join()
+        end_ranks(workers)
 
 
 def _is_ready(connection: Connection) -> bool:
@@ -444,7 +480,7 @@ def _outcomes(workers: Sequence[tuple[Any, Connection]], setting: Setting) -> tu
             found[rank] = DEAD
     victim = workers[setting.victim][0].pid
     for _ in range(2):
-        end = time.monotonic() + 2 * setting.limit_s
+        end = time.monotonic() + MOST_S
         while len(found) < len(workers) and time.monotonic() < end:
             for rank, (_, connection) in enumerate(workers):
                 if rank not in found and (answer := _answer(connection)):
@@ -472,44 +508,13 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def page(found: Sequence[Cell]) -> str:
-    """The table as a page of the documentation."""
+def table(found: Sequence[Cell]) -> str:
     by_place = {(cell.fault, cell.moment): cell for cell in found}
     lines = ["| fault | " + " | ".join(MOMENTS) + " |", "| --- |" + " --- |" * len(MOMENTS)]
     for fault in FAULTS:
         row = [by_place[fault, moment].summary if (fault, moment) in by_place else "—" for moment in MOMENTS]
         lines.append(f"| {fault} | " + " | ".join(row) + " |")
-    return PAGE.format(table="\n".join(lines), timeout=TIMEOUT_S, slack=SLACK_S, ranks=RANKS, late=LATE_S)
-
-
-def rest_of(path: Path) -> str:
-    """What follows the table in a page: the table of NCCL, which another script writes."""
-    _, heading, rest = (path.read_text() if path.exists() else "").partition("\n## Over NCCL\n")
-    return heading + rest
-
-
-PAGE = """# When a rank fails
-
-`make faults` writes this table. Each cell is a run of {ranks} fresh processes over Gloo with a group timeout of
-{timeout:g} s, in which rank 1 has the fault of the row at the moment of the column. The cell shows what the *other*
-ranks raise, and when the last of them did. No rank returns a wrong number, and every later call on the group raises
-too, unless the error is a `DisagreementError` from before anything was sent.
-
-{table}
-
-* **die**: SIGKILL. **stop**: SIGSTOP until all others have raised. **late**: {late:g} s, which is less than the
-  timeout, so all results are right. **raise**, **out of memory**: an error on one rank, which catches it and goes on.
-* **other call**, **other dtype**: the rank makes another call than the others. In agreement, it makes a call that it
-  has made before while the others make a new one; later, all ranks have made both calls before. **other spelling**: it
-  states a default (`softmax_scale`, `seq_len`, a negative `dim`), so all results are right. **other version**: of this
-  library; it is compared where ranks agree, so it cannot differ later (—). **wrong argument**: the rank raises a
-  `UsageError`, in unshard for a `dim` that does not exist; if the others have made the call before, they do not hear of
-  it until the timeout.
-* **in a checkpoint**: while backward computes forward again.
-
-An error after the timeout names the ranks that did not take part, or the step and the rank that was waited for. Pass
-`init_process_group` a timeout that is a little longer than your slowest pause.
-"""
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -520,7 +525,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--victim", type=int, choices=range(RANKS), default=1, help="the rank that has the fault")
     parser.add_argument("--store-on-rank-0", action="store_true", help="as without a launcher")
     parser.add_argument("--method", default="ring", help="how to plan, such as 'mesh 2x2'")
-    parser.add_argument("--write", type=Path, help="file to write the page to")
+    parser.add_argument("--write", type=Path, help="the page to write the table into")
     given = parser.parse_args(arguments)
     chosen = [(fault, moment) for fault, moment in cells() if fault in given.fault and moment in given.moment]
     setting = Setting(given.victim, store_on_rank_0=given.store_on_rank_0, method=given.method)
@@ -532,7 +537,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for breach in cell.breaches:
                 print(f"    {breach}", flush=True)
     if given.write is not None:
-        given.write.write_text(page(found) + rest_of(given.write))
+        write(given.write, "gloo", table(found))
     broken = sum(bool(cell.breaches) for cell in found)
     print(f"{len(found)} cells, {broken} broken")
     return 1 if broken else 0

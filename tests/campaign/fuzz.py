@@ -321,16 +321,12 @@ def _draw_arguments(rng: random.Random, call: Call, given: Object) -> dict[str, 
         found["cu_seqlens_q"] = _draw_cuts(rng, call.seq_q, inner)
         if call.seq_k != call.seq_q or rng.random() < 0.3:
             found["cu_seqlens_k"] = _draw_cuts(rng, call.seq_k, inner)
-    is_even = all(_is_even(seq, given) for seq in (call.seq_q, call.seq_k))
+    is_even = all(seq % given.ranks == 0 for seq in (call.seq_q, call.seq_k))
     if not (is_even or "cu_seqlens_q" in found) or rng.random() < 0.4:
         found["seq_len"] = call.seq_q
         if call.seq_k != call.seq_q or rng.random() < 0.3:
             found["seq_len_k"] = call.seq_k
     return found
-
-
-def _is_even(seq: int, given: Object) -> bool:
-    return seq % given.ranks == 0
 
 
 def _draw_cuts(rng: random.Random, seq: int, inner: int) -> list[int]:

@@ -6,8 +6,8 @@ meaning, are the ones that test the rules, so most kinds here are aimed at one r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from random import Random
@@ -107,8 +107,9 @@ class _Edit:
         ]
         return self.rng.choice(found) if found else None
 
-    def items(self) -> list[Item]:
-        done = (effects(s) for p in self.programs for s in p if isinstance(s, _STEPS))
+    def items(self, program: Sequence[Any] | None = None) -> list[Item]:
+        """Those of a program, or of all."""
+        done = (effects(s) for p in (self.programs if program is None else [program]) for s in p if _is_step(s))
         return sorted({item for one in done for items in one for item in items}, key=str)
 
     def item(self) -> Item:
@@ -169,6 +170,10 @@ _STEPS = (
 )
 
 
+def _is_step(step: Any) -> bool:
+    return isinstance(step, _STEPS)
+
+
 def renamed(step: Any, names: dict[Item, Item]) -> Any:
     """The step with items replaced by others."""
     match step:
@@ -199,20 +204,14 @@ def renamed(step: Any, names: dict[Item, Item]) -> Any:
 # One step
 
 
-def swap_neighbours(edit: _Edit) -> None:
-    if at := edit.at():
-        rank, index = at
-        program = edit.programs[rank]
-        if index + 1 < len(program):
-            program[index], program[index + 1] = program[index + 1], program[index]
-
-
 def swap(edit: _Edit) -> None:
-    if at := edit.at():
-        rank, index = at
-        program = edit.programs[rank]
-        other = edit.rng.randrange(len(program))
-        program[index], program[other] = program[other], program[index]
+    """Two steps of one rank: neighbours, any two, or two sends or receives."""
+    kinds = edit.rng.choice(((), (), (steps.Send,), (steps.Recv,)))
+    if at := edit.at(*kinds):
+        program, one = edit.programs[at[0]], at[1]
+        same = [index for index, step in enumerate(program) if not kinds or isinstance(step, kinds)]
+        other = edit.rng.choice((min(one + 1, len(program) - 1), edit.rng.choice(same)))
+        program[one], program[other] = program[other], program[one]
 
 
 def drop(edit: _Edit) -> None:
@@ -227,37 +226,14 @@ def duplicate(edit: _Edit) -> None:
 
 
 def move(edit: _Edit) -> None:
-    if at := edit.at():
-        program = edit.programs[at[0]]
-        step = program.pop(at[1])
-        near = at[1] + edit.rng.randint(-4, 4)
-        program.insert(edit.rng.choice((max(0, near), edit.rng.randrange(len(program) + 1))), step)
-
-
-def move_of_kind(edit: _Edit) -> None:
-    """Move a step of one kind: receives, frees and finishes can often be moved without harm, and sometimes with."""
-    kind = edit.rng.choice((steps.Recv, steps.Send, steps.Free, steps.Finish, steps.Merge, steps.Pack, steps.Attend))
-    if at := edit.at(kind):
-        program = edit.programs[at[0]]
-        step = program.pop(at[1])
-        program.insert(min(len(program), max(0, at[1] + edit.rng.randint(-8, 8))), step)
-
-
-def move_to_another_rank(edit: _Edit) -> None:
-    if at := edit.at():
+    """Move a step a little or far, or to another rank. Receives, frees and the like are often moved without harm."""
+    rng = edit.rng
+    common = (steps.Recv, steps.Send, steps.Free, steps.Finish, steps.Merge, steps.Pack, steps.Attend)
+    if at := edit.at(*rng.choice(((), *((kind,) for kind in common)))):
         step = edit.programs[at[0]].pop(at[1])
-        program = edit.programs[edit.rank()]
-        program.insert(edit.rng.randrange(len(program) + 1), step)
-
-
-def change_an_item(edit: _Edit) -> None:
-    if at := edit.at():
-        step = edit.programs[at[0]][at[1]]
-        if isinstance(step, _STEPS):
-            found = sorted({item for items in effects(step) for item in items}, key=str)
-            if found:
-                item = edit.rng.choice(found)
-                edit.programs[at[0]][at[1]] = renamed(step, {item: edit.other(item)})
+        program = edit.programs[at[0] if rng.random() < 0.75 else edit.rank()]
+        near = min(len(program), max(0, at[1] + rng.randint(-8, 8)))
+        program.insert(rng.choice((near, near, rng.randrange(len(program) + 1))), step)
 
 
 def change_a_peer(edit: _Edit) -> None:
@@ -268,90 +244,65 @@ def change_a_peer(edit: _Edit) -> None:
 
 
 def insert_a_step(edit: _Edit) -> None:
+    """A step of the plan with another item, or one that goes with an item."""
     rng, program = edit.rng, edit.programs[edit.rank()]
-    item, peer = edit.item(), rng.randrange(edit.ranks)
-    made: Step = rng.choice(
-        (
-            steps.Clear(item._replace(form="running", source=None)),
-            steps.Finish(item),
-            steps.Finish(item._replace(form=rng.choice(("home", "whole")), source=None)),
-            steps.Merge(item),
-            steps.Free(item),
-            steps.Recv(item, peer),
-            steps.Send(item, peer),
-            steps.Pack(item._replace(form="home"), item._replace(form="whole")),
-            steps.Attend((edit.item(),), (item,)),
-            steps.Collective("gather", tuple(range(edit.ranks)), (), ()),
-            steps.Pack(item._replace(source=None), item),
-            steps.Decode((edit.item(),), item, (edit.item(),)),
-            steps.Combine(tuple(item._replace(source=rank) for rank in range(edit.ranks)), edit.item()),
-        )
-    )
-    program.insert(rng.randrange(len(program) + 1), made)
+    item, at, ranks = edit.item(), edit.at(*_STEPS), range(edit.ranks)
+    own, whole, total = (item._replace(form=form, source=None) for form in ("home", "whole", "running"))
+    made: list[Step] = [steps.Clear(total), steps.Finish(own), steps.Finish(whole), steps.Merge(item), steps.Free(item)]
+    made += [steps.Recv(item, rng.choice(ranks)), steps.Send(item, rng.choice(ranks)), steps.Pack(own, whole)]
+    made += [
+        steps.Pack(whole, item),
+        steps.Attend((edit.item(),), (item,)),
+        steps.Collective("gather", (*ranks,), (), ()),
+    ]
+    made += [steps.Decode((edit.item(),), item, (edit.item(),))]
+    made += [steps.Combine(tuple(item._replace(source=rank) for rank in ranks), edit.item())]
+    if at is not None:
+        step = edit.programs[at[0]][at[1]]
+        made += [renamed(step, {old: item}) for old in edit.items([step])]
+    program.insert(rng.randrange(len(program) + 1), rng.choice(made))
+
+
+NONSENSE: tuple[Any, ...] = (
+    *(None, -1, 10**6, 10**30, "1", 1.0, True, "q0", "free kv0", "scatter", (), (None,), ("q", 0, "whole", None)),
+    *(Item("x", 0), Item("q", -1), Item("o", 0, "lost"), Item("o", 0, "whole", True), [Item("q", 0)]),  # type: ignore[arg-type]
+)
 
 
 def insert_nonsense(edit: _Edit) -> None:
-    """Steps whose types are right but whose values are not, and worse."""
-    rng, program = edit.rng, edit.programs[edit.rank()]
-    number = rng.choice((-1, 10**6, 10**30, None, "1", 1.0, True, edit.ranks, edit.places))
-    item: Any = rng.choice(
-        (
-            Item("q", number),  # type: ignore[arg-type]
-            Item("x", 0),  # type: ignore[arg-type]
-            Item("o", 0, "lost"),  # type: ignore[arg-type]
-            Item("o", 0, "whole", number),  # type: ignore[arg-type]
-            ("q", 0, "whole", None),
-            "q0",
-            None,
-        )
-    )
-    made: Any = rng.choice(
-        (
-            steps.Free(item),
-            steps.Finish(item),
-            steps.Clear(item),
-            steps.Merge(item),
-            steps.Send(item, 0),
-            steps.Recv(Item("kv", 0), number),  # type: ignore[arg-type]
-            steps.Attend((item,), (Item("kv", 0),)),
-            steps.Attend([Item("q", 0)], (Item("kv", 0),)),  # type: ignore[arg-type]
-            steps.Attend((), ()),
-            steps.Decode((), Item("kv", 0, "home"), ()),
-            steps.Decode((Item("q", 0),), item, (Item("o", 0),)),
-            steps.Combine((), Item("o", 0, "total")),
-            steps.Combine(item, item),
-            steps.Collective("scatter", (0,), (), ()),  # type: ignore[arg-type]
-            steps.Collective("gather", (number,), (), ()),  # type: ignore[arg-type]
-            steps.Collective("gather", (0,), (item,), ()),
-            steps.Exchange(item, Item("q", 0), (0,), (), ()),
-            steps.Pack(item, item),
-            "free kv0",
-            None,
-            item,
-        )
-    )
+    """A step with a field that makes no sense, or no step at all."""
+    rng, program, at = edit.rng, edit.programs[edit.rank()], edit.at(*_STEPS)
+    made = rng.choice(NONSENSE)
+    if at is not None and rng.random() < 0.9:
+        step = edit.programs[at[0]][at[1]]
+        made = replace(step, **{rng.choice(fields(step)).name: made})
     program.insert(rng.randrange(len(program) + 1), made)
 
 
 # Several steps at once, so that most rules still hold
 
 
-def rename_an_item(edit: _Edit) -> None:
-    """Another name for an item wherever one rank speaks of it, such as a partial under another sender's name."""
-    rank = edit.rank()
-    done = (effects(s) for s in edit.programs[rank] if isinstance(s, _STEPS))
-    found = sorted({item for one in done for items in one for item in items}, key=str)
-    if found:
+def rename(edit: _Edit) -> None:
+    """Another name for an item: in one step, wherever one rank speaks of it, or everywhere. Partials are preferred."""
+    if at := edit.at(*_STEPS):
+        (rank, index), scope = at, edit.rng.choice(("step", "rank", "rank", "all"))
+        program = edit.programs[rank]
+        found = edit.items([program[index]] if scope == "step" else program) or [edit.item()]
         item = edit.rng.choice([item for item in found if item.source is not None] or found)
-        edit.rename(rank, {item: edit.other(item)})
-
-
-def rename_everywhere(edit: _Edit) -> None:
-    if found := edit.items():
-        item = edit.rng.choice(found)
         names = {item: edit.other(item)}
-        for rank in range(edit.ranks):
-            edit.rename(rank, names)
+        if scope == "step":
+            program[index] = renamed(program[index], names)
+        for other in {"step": (), "rank": (rank,), "all": range(edit.ranks)}[scope]:
+            edit.rename(other, names)
+
+
+def relabel_a_partial(edit: _Edit) -> None:
+    """A partial under another sender's name, and merged once more."""
+    if at := edit.at(steps.Merge):
+        partial = edit.programs[at[0]][at[1]].partial
+        label = partial._replace(source=edit.rng.choice((None, *range(edit.ranks))))
+        edit.rename(at[0], {partial: label})
+        edit.programs[at[0]].insert(at[1], steps.Merge(label))
 
 
 def exchange_two_names(edit: _Edit) -> None:
@@ -397,15 +348,6 @@ def move_a_transfer(edit: _Edit) -> None:
         for rank, index in pair:
             step = edit.programs[rank].pop(index)
             edit.programs[rank].insert(max(0, index + edit.rng.choice((-6, -3, -2, -1, 1, 2, 3, 6))), step)
-
-
-def swap_transfers(edit: _Edit) -> None:
-    """Two sends of one rank change places, or two receives."""
-    kind = edit.rng.choice((steps.Send, steps.Recv))
-    if at := edit.at(kind):
-        program = edit.programs[at[0]]
-        other = edit.rng.choice([index for index, step in enumerate(program) if isinstance(step, kind)])
-        program[at[1]], program[other] = program[other], program[at[1]]
 
 
 def relay(edit: _Edit) -> None:
@@ -601,21 +543,6 @@ def send_a_partial_twice(edit: _Edit) -> None:
         program[where:where] = made
 
 
-def relabel_a_partial(edit: _Edit) -> None:
-    """A received partial under another sender's name, wherever its receiver speaks of it; perhaps merged twice."""
-    if at := edit.at(steps.Recv):
-        rank, index = at
-        recv = edit.programs[rank][index]
-        if recv.item.source is None:
-            return
-        label = recv.item._replace(source=edit.rng.choice((None, *range(edit.ranks))))
-        edit.rename(rank, {recv.item: label})
-        if edit.rng.random() < 0.5:
-            merges = [i for i, step in enumerate(edit.programs[rank]) if step == steps.Merge(label)]
-            if merges:
-                edit.programs[rank].insert(merges[0], steps.Merge(label))
-
-
 def retarget_a_merge(edit: _Edit) -> None:
     if at := edit.at(steps.Merge):
         partial = edit.programs[at[0]][at[1]].partial
@@ -705,44 +632,11 @@ def shift_ranks(edit: _Edit) -> None:
 
 
 EDITS: tuple[Callable[[_Edit], None], ...] = (
-    swap_neighbours,
-    swap,
-    drop,
-    duplicate,
-    move,
-    move_of_kind,
-    move_of_kind,
-    move_to_another_rank,
-    change_an_item,
-    change_a_peer,
-    insert_a_step,
-    rename_an_item,
-    rename_everywhere,
-    exchange_two_names,
-    drop_a_transfer,
-    repeat_a_transfer,
-    move_a_transfer,
-    swap_transfers,
-    relay,
-    split_a_turn,
-    delay_all_receives,
-    free_at_once,
-    cut_an_attend,
-    join_attends,
-    reorder_an_attend,
-    hand_an_attend_over,
-    attend_elsewhere,
-    attend_elsewhere,
-    read_at_home,
-    pack_again,
-    clear_and_finish,
-    send_a_partial_twice,
-    relabel_a_partial,
-    retarget_a_merge,
-    change_a_collective,
-    drop_from_collectives,
-    collective_as_transfers,
-    swap_programs,
+    *(swap, swap, swap, drop, duplicate, move, move, move, move, rename, rename, rename, change_a_peer, insert_a_step),
+    *(exchange_two_names, drop_a_transfer, repeat_a_transfer, move_a_transfer, relay, split_a_turn, delay_all_receives),
+    *(free_at_once, cut_an_attend, join_attends, reorder_an_attend, hand_an_attend_over, attend_elsewhere),
+    *(attend_elsewhere, read_at_home, pack_again, clear_and_finish, send_a_partial_twice, relabel_a_partial),
+    *(retarget_a_merge, change_a_collective, drop_from_collectives, collective_as_transfers, swap_programs),
     shift_ranks,
 )
 
@@ -751,7 +645,7 @@ EDITS: tuple[Callable[[_Edit], None], ...] = (
 
 
 def change_a_decode(edit: _Edit) -> None:
-    """Leave a row out, swap two, take another rank's cache, or make partials under other names."""
+    """Leave a row out, swap two, take another rank's cache, make partials under other names, or decode in two parts."""
     if at := edit.at(steps.Decode):
         (rank, index), rng = at, edit.rng
         step = edit.programs[rank][index]
@@ -759,9 +653,13 @@ def change_a_decode(edit: _Edit) -> None:
         if not rows or len(rows) != len(partials):
             return
         one, other = (rng.randrange(len(rows)) for _ in range(2))
-        match rng.randrange(6):
+        match rng.randrange(7):
             case 0:
                 del rows[one], partials[one]
+            case 6:  # the second part appends what the first has seen already
+                first = replace(step, rows=step.rows[:one], partials=step.partials[:one])
+                edit.programs[rank].insert(index, first)
+                index, rows, partials = index + 1, rows[one:], partials[one:]
             case 1:
                 rows[one], rows[other] = rows[other], rows[one]
             case 2:
@@ -778,18 +676,6 @@ def change_a_decode(edit: _Edit) -> None:
         edit.programs[rank][index] = replace(step, rows=tuple(rows), partials=tuple(partials))
 
 
-def decode_in_parts(edit: _Edit) -> None:
-    """Two decodes, each of some rows: the second appends what the first has seen already."""
-    if at := edit.at(steps.Decode):
-        step = edit.programs[at[0]][at[1]]
-        cut = edit.rng.randint(0, len(step.rows))
-        parts = [
-            steps.Decode(step.rows[:cut], step.cache, step.partials[:cut]),
-            steps.Decode(step.rows[cut:], step.cache, step.partials[cut:]),
-        ]
-        edit.programs[at[0]][at[1] : at[1] + 1] = parts
-
-
 def change_a_combine(edit: _Edit) -> None:
     """Partials left out, taken twice or in another order, of another shard, or into another result."""
     if at := edit.at(steps.Combine):
@@ -798,7 +684,10 @@ def change_a_combine(edit: _Edit) -> None:
         partials, total = list(step.partials), step.total
         match rng.randrange(6):
             case 0:
-                del partials[rng.randrange(len(partials))]
+                lost = partials.pop(rng.randrange(len(partials)))
+                if rng.random() < 0.5:  # and it is not freed
+                    edit.programs[rank] = [s for s in edit.programs[rank] if s != steps.Free(lost)]
+                    index = edit.programs[rank].index(step)
             case 1:
                 partials.append(rng.choice(partials))
             case 2:
@@ -811,16 +700,6 @@ def change_a_combine(edit: _Edit) -> None:
             case _:
                 total = edit.other(total)
         edit.programs[rank][index] = steps.Combine(tuple(partials), total)
-
-
-def combine_what_is_there(edit: _Edit) -> None:
-    """Partials of a rank that is left out, or of none, are not waited for."""
-    if at := edit.at(steps.Combine):
-        program, step = edit.programs[at[0]], edit.programs[at[0]][at[1]]
-        lost = edit.rng.choice(step.partials)
-        program[at[1]] = replace(step, partials=tuple(p for p in step.partials if p != lost))
-        if edit.rng.random() < 0.5:
-            edit.programs[at[0]] = [s for s in program if s != steps.Free(lost)]
 
 
 def send_a_result(edit: _Edit) -> None:
@@ -861,11 +740,11 @@ def _totals(step: Any) -> list[Item]:
 
 
 OVER_CACHE: tuple[Callable[[_Edit], None], ...] = (
-    *(swap_neighbours, swap, drop, duplicate, move, move_to_another_rank, change_an_item, insert_a_step, pack_again),
-    *(rename_an_item, rename_everywhere, exchange_two_names, change_a_collective, drop_from_collectives),
-    *(collective_as_transfers, swap_programs, shift_ranks, move_a_transfer, relay, free_at_once, drop_a_transfer),
-    *(change_a_decode, decode_in_parts, change_a_combine, combine_what_is_there, send_a_result, keep_to_oneself),
-    *(change_a_decode, change_a_combine, send_a_result, collective_as_transfers),
+    *(swap, swap, drop, duplicate, move, move, rename, rename, rename, insert_a_step, pack_again, exchange_two_names),
+    *(change_a_collective, drop_from_collectives, collective_as_transfers, collective_as_transfers, swap_programs),
+    *(shift_ranks, move_a_transfer, relay, free_at_once, drop_a_transfer, change_a_decode, change_a_decode),
+    *(change_a_decode, change_a_combine, change_a_combine, change_a_combine, send_a_result, send_a_result),
+    keep_to_oneself,
 )
 """Edits of plans over a cache."""
 

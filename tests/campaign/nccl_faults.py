@@ -29,6 +29,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from run_ranks import end_ranks, start_ranks
+
 RANKS = 4
 TIMEOUT_S, SLACK_S, LATE_S, WARM_TIMEOUT_S = 10.0, 3.0, 4.0, 60.0
 START_S = 60.0
@@ -87,7 +91,7 @@ class MadeToFailError(Exception):
 # One rank
 
 
-def work(connection: Connection, name: str, rank: int, port: int, folder: str) -> None:
+def work(connection: Connection, rank: int, name: str, port: int, folder: str) -> None:
     quiet = os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
@@ -251,21 +255,12 @@ def run_fault(name: str) -> Found:
     port = store.port
     if FAULTS[name].victim == 0:
         store = None  # its port is free again
-    workers: list[tuple[Any, Connection]] = []
     with tempfile.TemporaryDirectory(prefix="mesh-attention-faults-") as folder:
+        workers = start_ranks(context, RANKS, work, name, port, folder)
         try:
-            for rank in range(RANKS):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=work, args=(theirs, name, rank, port, folder), daemon=True)
-                process.start()
-                theirs.close()
-                workers.append((process, ours))
             _listen(found, [connection for _, connection in workers])
         finally:
-            for process, connection in workers:
-                process.kill()
-                process.join()
-                connection.close()
+            end_ranks(workers)
         if found.problem:
             found.problem += "".join(f"\nrank {rank}: {_tail(folder, rank)}" for rank in range(RANKS))
     return found
@@ -306,17 +301,16 @@ def _next(connection: Connection, within_s: float) -> Any:
 
 
 HEAD = "| one rank of four | who raises | after | what the first of them says | can be destroyed |"
-BEGIN, END = "<!-- nccl -->", "<!-- end of nccl -->"
 
 
 def table(found: Sequence[Found]) -> str:
     return "\n".join([HEAD, "| --- | --- | --- | --- | --- |", *(one.row for one in found)])
 
 
-def write(path: Path, text: str) -> None:
-    """Put the table between its two marks in a page."""
-    page = path.read_text()
-    path.write_text(f"{page[: page.index(BEGIN)]}{BEGIN}\n\n{text}\n\n{page[page.index(END) :]}")
+def write(path: Path, name: str, text: str) -> None:
+    """Put a table between its two marks in a page."""
+    page, begin, end = path.read_text(), f"<!-- {name} -->", f"<!-- end of {name} -->"
+    path.write_text(f"{page[: page.index(begin)]}{begin}\n\n{text}\n\n{page[page.index(end) :]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -333,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for breach in one.breaches:
             print(f"{one.fault}: {breach}")
     if given.write is not None:
-        write(given.write, table(found))
+        write(given.write, "nccl", table(found))
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(one) for one in found]))
     broken = sum(bool(one.breaches) for one in found)

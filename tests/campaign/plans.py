@@ -33,8 +33,8 @@ from mesh_attention.plan.layout import LAYOUTS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES
 from mesh_attention.planners.choice import Choice
-from mesh_attention.planners.decoded_step import COMBININGS, QUERIES, StepShape, plan_decode
 from mesh_attention.planners.make import make_plan
+from mesh_attention.planners.over_cache import COMBININGS, QUERIES, StepShape, plan_decode
 from mesh_attention.problem import Problem
 from mesh_attention.verification.rules import check, format_breaches
 

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from attending import CASES, Attended, Call, wholes_of
 from fuzz import Object, draw_call
-from run_ranks import process_context
+from run_ranks import process_context, start_ranks
 
 from mesh_attention import DisagreementError, MeshAttention, UsageError, mesh_attention
 
@@ -126,27 +127,21 @@ class Soaking:
         attention, odd = self.draw.choice(self.attentions), self.draw.randrange(RANKS)
         wrong = self.draw.choice([{"casual": True}, {"window_size": 3}, {"cu_seqlens_q": []}, {"softmax_scale": "x"}])
         q = torch.randn(1, self.draw.randint(100, 1000), 2, 8)  # not seen before, or the others would not listen
-        expected: type[Exception] = UsageError if self.rank == odd else DisagreementError
-        self._expect(expected, lambda: attention(q, q, q, **(wrong if self.rank == odd else {})))
+        with pytest.raises(UsageError if self.rank == odd else DisagreementError):
+            attention(q, q, q, **(wrong if self.rank == odd else {}))
 
     def disagree(self) -> None:
         attention, odd = self.draw.choice(self.attentions), self.draw.randrange(RANKS)
         q = torch.randn(1, self.draw.randint(100, 1000), 2, 8)
         scale = 0.3 if self.rank == odd else 0.4
-        self._expect(DisagreementError, lambda: attention(q, q, q, softmax_scale=scale))
+        with pytest.raises(DisagreementError):
+            attention(q, q, q, softmax_scale=scale)
 
     def function(self) -> None:
         """The function form, which keeps attentions of its own."""
         q, k, v = (self.attentions[0].shard(whole) for whole in wholes_of(CASES["causal"])[:3])
         ours = mesh_attention(q, k, v, group=self.group, seq_len=37, causal=True, **METHODS[0])
         assert torch.equal(ours, self.attentions[0](q, k, v, seq_len=37, causal=True))
-
-    def _expect(self, error: type[Exception], call: Callable[[], object]) -> None:
-        try:
-            call()
-        except error:
-            return
-        raise AssertionError(f"rank {self.rank}: expected {error.__name__}, and nothing was raised")
 
 
 def work(connection: Connection, rank: int, port: int, seconds: float, seed: int) -> None:
@@ -189,13 +184,7 @@ def soak(seconds: float, seed: int, report: Callable[[str], None]) -> list[str]:
     """What was wrong."""
     context = process_context()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    workers: list[tuple[Any, Connection]] = []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, rank, store.port, seconds, seed), daemon=True)
-        process.start()
-        theirs.close()
-        workers.append((process, ours))
+    workers = start_ranks(context, RANKS, work, store.port, seconds, seed)
     samples: list[list[tuple[float, Sample]]] = [[] for _ in workers]
     last = time.monotonic()
     done: dict[str, int] = {}

@@ -247,32 +247,17 @@ class _Poisoned(Executor):
 
 def execute(plan: Plan, rng: Random) -> None:
     """Run all ranks of a plan; raise `WrongPlanError` unless every result is there and right."""
-    if plan.matrix.is_over_cache:
-        return execute_over_cache(plan, rng)
-    problem = plan.problem
-    truth, network = truth_of(problem), Network(problem.ranks)
-    executors = [_executor(plan, truth, StrictComm(network, rank)) for rank in range(problem.ranks)]
+    network = Network(plan.problem.ranks)
+    past = _Past.drawn(plan, rng) if plan.matrix.is_over_cache else None
+    executors = [_executor(plan, past, StrictComm(network, rank)) for rank in range(plan.problem.ranks)]
     results = _drive([executor.run() for executor in executors], network, rng)
     if any(network.queues) or any(side for sides in network.open.values() for side in sides):
         raise WrongPlanError("left over", "transfers without their other end")
-    for rank, (executor, result) in enumerate(zip(executors, results, strict=True)):
+    for executor, result in zip(executors, results, strict=True):
         _check_peak(executor)
-        _compare(plan, rank, truth, result)
-        if plan.direction == "forward":
-            _compare_kept(plan, rank, truth, executor.kept_for_backward())
-    return None
-
-
-def execute_over_cache(plan: Plan, rng: Random) -> None:
-    """Run all ranks of a plan over a past of drawn length, spread over the ranks at random."""
-    network, past = Network(plan.problem.ranks), _Past.drawn(plan, rng)
-    executors = [_over_cache(plan, past, StrictComm(network, rank)) for rank in range(plan.problem.ranks)]
-    _drive([executor.run() for executor in executors], network, rng)
-    if any(network.queues) or any(side for sides in network.open.values() for side in sides):
-        raise WrongPlanError("left over", "transfers without their other end")
-    for executor in executors:
-        _check_peak(executor)
-        _compare_rows(plan, past, executor)
+        _compare(plan, past, executor, result)
+        if past is None and plan.direction == "forward":
+            _compare_kept(plan, executor)
 
 
 class _Past(NamedTuple):
@@ -330,18 +315,15 @@ def _check_peak(executor: Executor) -> None:
 
 def execute_rank(plan: Plan, comm: Comm) -> None:
     """Run one rank of a plan over a real transport, and compare its results."""
-    if plan.matrix.is_over_cache:
-        past = _Past.drawn(plan, Random(plan.digest))  # the same on all ranks
-        executor = _over_cache(plan, past, comm)
-        drive(executor.run())
-        _compare_rows(plan, past, executor)
-        return
-    truth = truth_of(plan.problem)
-    _compare(plan, comm.rank, truth, drive(_executor(plan, truth, comm).run()))
+    past = _Past.drawn(plan, Random(plan.digest)) if plan.matrix.is_over_cache else None  # the same on all ranks
+    executor = _executor(plan, past, comm)
+    _compare(plan, past, executor, drive(executor.run()))
 
 
-def _executor(plan: Plan, truth: Mapping[str, Tensor], comm: Comm) -> Executor:
-    problem, rank = plan.problem, comm.rank
+def _executor(plan: Plan, past: _Past | None, comm: Comm) -> Executor:
+    if past is not None:
+        return _over_cache(plan, past, comm)
+    problem, rank, truth = plan.problem, comm.rank, truth_of(plan.problem)
     inputs = {
         kind: _fields(truth, kind, _home(plan, kind, rank), ALL_HEADS)
         for kind in (("q", "kv") if plan.direction == "forward" else ("q", "kv", "do"))
@@ -395,7 +377,10 @@ def _drive(
 # Comparing
 
 
-def _compare(plan: Plan, rank: int, truth: Mapping[str, Tensor], result: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _compare(plan: Plan, past: _Past | None, executor: Executor, result: Mapping[str, Mapping[str, Tensor]]) -> None:
+    if past is not None:
+        return _compare_rows(plan, past, executor)
+    rank, truth = executor.compiled.rank, truth_of(plan.problem)
     for kind in ("o",) if plan.direction == "forward" else ("dq", "dkv"):
         due = _fields(truth, kind, _home(plan, kind, rank), ALL_HEADS)
         if kind not in result:
@@ -404,6 +389,7 @@ def _compare(plan: Plan, rank: int, truth: Mapping[str, Tensor], result: Mapping
             continue
         for name, tensor in due.items():
             _assert_equal(f"{name} of rank {rank}", result[kind][name], tensor)
+    return None
 
 
 def _assert_equal(what: str, ours: Tensor, due: Tensor) -> None:
@@ -444,8 +430,9 @@ def _kept_buffers(plan: Plan, rank: int, truth: Mapping[str, Tensor]) -> dict[It
     return kept
 
 
-def _compare_kept(plan: Plan, rank: int, truth: Mapping[str, Tensor], kept: Mapping[Item, Buffer]) -> None:
-    for group, fields in _kept_groups(plan, rank, truth):
+def _compare_kept(plan: Plan, executor: Executor) -> None:
+    rank, kept = executor.compiled.rank, executor.kept_for_backward()
+    for group, fields in _kept_groups(plan, rank, truth_of(plan.problem)):
         if len({id(kept[item]) for item in group}) != 1:
             raise WrongPlanError("wrong", f"rank {rank} keeps {group[0].kind} in several buffers")
         for name, tensor in fields.items():

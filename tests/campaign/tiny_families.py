@@ -162,9 +162,5 @@ def build(model_type: str, kind: str, implementation: str, sizes: Sizes) -> Any:
     return model.eval()
 
 
-def parameters_of(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def tokens(batch: int, seq: int) -> Tensor:
     return torch.randint(4, VOCABULARY - 24, (batch, seq), generator=torch.Generator().manual_seed(seq))

@@ -104,11 +104,6 @@ def test_every_operation_is_one_launch() -> None:
     assert count_launches(lambda: merging.copy(total[1], part[1])) == 1
 
 
-def test_no_tokens_is_no_launch() -> None:
-    total, part = running(0), arriving(0)
-    assert count_launches(lambda: FusedMerging().merge_output(*total, *part)) == 0
-
-
 def test_large_merges_are_exact_and_give_the_same_bits_every_time() -> None:
     """A race between warps over the LSE would show here, in some runs."""
     total, part = running(8192), arriving(8192)

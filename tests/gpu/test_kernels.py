@@ -25,7 +25,6 @@ from mesh_attention_lab.testing.kernel_conformance import CHECKS, Check, Setting
 
 DEVICE = "cuda"
 FUSED = [kernel for kernel in KERNELS if kernel.name not in ("cpu flash", "reference")]
-LENGTHS = (1, 64, 65, 257)
 FEW = (
     conformance.unmasked_calls_are_exact,
     conformance.causal_calls_are_exact,
@@ -100,16 +99,6 @@ def test_every_mask_with_grouped_heads(kernel: Kernel, turn: int, mask: str) -> 
 def test_every_head_size(kernel: Kernel, dtype: torch.dtype, dims: tuple[int, int], mask: str) -> None:
     need(kernel, dtype, dims)
     check(kernel, case(MASKS[mask], dtype, dims=dims, kv_heads=2))
-
-
-@each_kernel
-@pytest.mark.parametrize("length", LENGTHS)
-def test_every_length(kernel: Kernel, length: int) -> None:
-    need(kernel, torch.bfloat16)
-    own, others = range(length), range(length, 301)
-    check(kernel, case(CallMask("causal", causal(), (own,), (own,), 301, 301), torch.bfloat16))
-    for q, kv in ((own, others), (others, own)):
-        check(kernel, case(CallMask("full", full(), (q,), (kv,), 301, 301), torch.bfloat16, kv_heads=2))
 
 
 @every_kernel

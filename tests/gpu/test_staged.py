@@ -117,14 +117,6 @@ def test_chunks_may_be_let_go_once_posted(pool: RankPool) -> None:
 # Choosing
 
 
-def choose(group: Any) -> str:
-    return type(comm_for(group, torch.device(DEVICE, 0))).__name__
-
-
-def test_a_gloo_group_stages(pool: RankPool) -> None:
-    assert pool.run(2, choose) == ["StagedComm"] * 2
-
-
 def share_over_nccl(group: Any) -> list[str]:
     """The texts go over Gloo, the meeting over NCCL."""
     mixed = dist.new_group([dist.get_rank()], backend="cpu:gloo,cuda:nccl", use_local_synchronization=True)

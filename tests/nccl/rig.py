@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,8 +63,6 @@ class Rig:
     """Runs functions on ranks. Ranks that died, or hang, are replaced for the next test."""
 
     def __init__(self) -> None:
-        self.tests: defaultdict[int, set[str]] = defaultdict(set)
-        """The tests that ran, by number of ranks."""
         self.notes: list[str] = []
         """Measured by tests, to be printed at the end."""
         self.lost = 0
@@ -78,7 +75,6 @@ class Rig:
         if self.lost >= MOST_POOLS:
             raise AssertionError(f"{self.lost} pools of ranks were lost in earlier tests; see the first of them")
         self._pool = self._pool or self._start()
-        self.tests[ranks].add(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0])
         try:
             return self._pool.run(ranks, function, *arguments, timeout_s=timeout_s)
         except BaseException as error:

@@ -8,34 +8,34 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_composition import CASES, train
-from test_context_parallel import step_errors
+from test_context_parallel import sdpa_errors
 from test_dtensors import one_axis_errors
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from training_model import TOKENS, VOCABULARY, Model, plain_attention
 
 from mesh_attention import MeshAttention
-from mesh_attention.batches import batch_loss, shard_batch
 from nccl.attending import worst
 from nccl.rig import DEVICE, IS_TRIED_ON_CPU, Rig
 
 COMPILER = "aot_eager" if IS_TRIED_ON_CPU else "inductor"
 ON_NCCL = ("HSDP, replicated over dp and sharded over cp", "DDP over dp × cp", "FSDP2 × context × tensor parallel")
-"""A Llama is trained in the other ways, and all of them are tried over Gloo."""
+"""All ways are tried over Gloo."""
+WAYS = {name: CASES[name] for name in ON_NCCL}
+if not IS_TRIED_ON_CPU:
+    axes, how, options = CASES["FSDP2 over dp × cp"]
+    WAYS["FSDP2 over dp × cp, CUDA graphs"] = (axes, how, options | {"cuda_graphs": True})
 
 
-@pytest.mark.parametrize("case", ON_NCCL)
+@pytest.mark.parametrize("case", WAYS)
 def test_parameters_after_training_are_those_of_a_single_process(rig: Rig, case: str) -> None:
-    for errors in rig.run(8, train, *CASES[case], DEVICE.type):
+    for errors in rig.run(8, train, *WAYS[case], DEVICE.type):
         for name, error in errors:
             assert error <= 1e-9, (name, error)
 
 
-def test_a_script_for_torchs_context_parallel_equals_one_process(rig: Rig) -> None:
-    for errors in rig.run(4, step_errors, [(37, 6, 2, False), (3, 2, 2, True)], DEVICE.type):
-        assert worst(errors) <= 1e-11
+def test_torchs_attention_means_in_the_context_what_it_means_outside(rig: Rig) -> None:
+    for errors in rig.run(4, sdpa_errors, DEVICE.type):
+        assert worst(map(worst, errors.values())) <= 1e-11
 
 
 def test_dtensors_go_in_and_come_out_with_their_gradients(rig: Rig) -> None:
@@ -107,66 +107,3 @@ def test_transformers_generate_what_one_process_gives(rig: Rig, ranks: int, mode
     cases = ("unequal", "short", "sampled", "chunks", "turns", "beams")
     for found in rig.run(ranks, outcomes, model_name, cases, DEVICE.type):
         assert all(is_same and error <= 1e-9 for is_same, error in found.values()), found
-
-
-STEPS, ROWS, LENGTH = 3, 4, 96
-
-
-def llama(implementation: str) -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
-    config = LlamaConfig(vocab_size=101, num_key_value_heads=4, **sizes)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to(DEVICE)
-
-
-def llama_batch(step: int) -> Tensor:
-    return torch.randint(101, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step)).to(DEVICE)
-
-
-def trained_llama(group: Any, compile_layers: bool, options: dict[str, Any]) -> list[tuple[str, float]]:
-    """How far each weight of a Llama under FSDP2 over dp × cp is from one process's after some steps of training."""
-    from mesh_attention.transformers import parallelize
-
-    torch.compiler.reset()
-    alone = llama("sdpa")
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        ids = llama_batch(step)
-        optimizer.zero_grad()
-        alone(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-    mesh = init_device_mesh(DEVICE.type, (2, 4), mesh_dim_names=("dp", "cp"))
-    attention = MeshAttention(mesh["cp"], **options)
-    model = parallelize(llama("sdpa"), attention)
-    whole = mesh["dp", "cp"]._flatten("dp_cp")
-    for layer in model.model.layers:
-        if compile_layers:
-            layer.compile(backend="aot_eager", fullgraph=True)  # a model of inductor is above
-        fully_shard(layer, mesh=whole)
-    fully_shard(model, mesh=whole)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        ids = llama_batch(step).chunk(2)[mesh.get_local_rank("dp")]
-        local = shard_batch(attention, {"input_ids": ids, "labels": ids})
-        optimizer.zero_grad()
-        batch_loss(model(**local).loss, local, group=mesh).backward()
-        optimizer.step()
-    due = dict(alone.named_parameters())
-    return [(name, distance(ours, due[name])) for name, ours in model.named_parameters()]
-
-
-def distance(ours: Tensor, due: Tensor) -> float:
-    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    return float((whole - due).norm() / due.norm())
-
-
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_llama_under_fsdp2_and_context_parallelism(rig: Rig, is_compiled: bool) -> None:
-    pytest.importorskip("transformers")
-    tile: dict[str, Any] = {"method": "mesh", "tile": (2, 2)}
-    every = [tile] if IS_TRIED_ON_CPU or is_compiled else [{}, tile | {"cuda_graphs": True}]
-    for options in every:
-        for distances in rig.run(8, trained_llama, is_compiled, options, timeout_s=200.0):
-            assert worst(distance for _, distance in distances) <= 1e-5, (options, distances)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from serving_cases import Model, layers_of
+from serving_cases import Model, cache_of
 from torch import Tensor
 
 from mesh_attention import MeshAttention
@@ -23,8 +23,8 @@ LARGEST_ERRORS = {torch.float64: 1e-12, torch.float32: 2.0**-15, torch.bfloat16:
 def converse(group: Any, dtype: torch.dtype, cuda_graphs: bool, layout: str) -> float:
     """Two sequences, in chunks, turns and steps of several shapes, each often enough to be captured."""
     attention = MeshAttention(group, layout=layout, cuda_graphs=cuda_graphs)  # type: ignore[arg-type]
-    layers = layers_of([None, 40], scale=16)
-    cache = ShardedCache(attention, layers, tokens=2000, sequences=3, dtype=dtype, device=DEVICE, block_tokens=16)
+    sizes = {"tokens": 2000, "sequences": 3, "scale": 16, "block_tokens": 16}
+    cache = cache_of(attention, [None, 40], dtype=dtype, device=DEVICE, **sizes)
     model = Model(cache, softcap=3.0 if dtype is torch.float32 else 0.0)
     chats = [model.new(), model.new()]
     model.prefill({chats[0]: 300, chats[1]: 77})

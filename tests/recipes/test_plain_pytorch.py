@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from types import ModuleType
+import runpy
 from typing import Any
 
 import pytest
@@ -27,26 +26,17 @@ class Alone:
         return scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
-def recipe() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plain_pytorch", RECIPES / NAME)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def alone() -> Run:
     """The same training without mesh-attention, FSDP2 and checkpointing, on whole batches."""
-    plain: Any = recipe()
-    model = plain.make_model(Alone())
+    recipe = runpy.run_path(str(RECIPES / NAME))
+    model = recipe["make_model"](Alone())
     for layer in model[1:3]:
         layer.forward = layer.run
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     losses = []
-    sampler = DistributedSampler(plain.DATA, num_replicas=1, rank=0)
-    for ids, labels in DataLoader(plain.DATA, batch_size=plain.BATCH, sampler=sampler):
+    sampler: DistributedSampler[Any] = DistributedSampler(recipe["DATA"], num_replicas=1, rank=0)
+    for ids, labels in DataLoader(recipe["DATA"], batch_size=recipe["BATCH"], sampler=sampler):
         loss = cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from pool import run_script
+import recipe_runs
 from recipe_runs import Run, run_recipe
 from transformers import Trainer
 
@@ -22,19 +21,11 @@ from mesh_attention.transformers.trainer import MeshTrainerMixin
 
 CASES = Path(__file__).parent / "trainer_cases.py"
 SETTINGS = ("plain", "counted", "clipped", "checkpointed", "no remainder", "iterable", "few labels", "bf16")
+run_cases = partial(recipe_runs.run_cases, CASES)
 REPEATED = ("tokens", "flos")
 """Figures that count rows twice if accelerate repeats them to fill up the last batch, as they do with DDP."""
 FROM_FLOAT32 = 3e-7
 """transformers computes losses in float32, and each rank adds up its own."""
-
-
-@cache
-def run_cases(cp: int, *flags: str) -> dict[str, dict[str, Any]]:
-    given = ("--cp", str(cp)) if cp else ()
-    done = run_script(CASES, *given, *flags, ranks=4 if cp else 0, timeout_s=300.0)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line.removeprefix("result ")) for line in done.stdout.splitlines() if line.startswith("result")]
-    return {one["case"]: one for one in lines}
 
 
 def check_same(found: dict[str, Any], due: dict[str, Any], *, but: tuple[str, ...] = ()) -> None:

@@ -104,6 +104,12 @@ def innermost(comm: Any) -> Any:
     return comm
 
 
+def posts_apart(comm: Comm) -> bool:
+    """True if sends are posted apart from receives, so that an arrival does not wait for what leaves. If posts run one
+    after the other, a receive posted alone would hold up the send that it waits for."""
+    return bool(getattr(innermost(comm), "runs_side_by_side", False))
+
+
 # Driving. A rank's work is a generator that yields what it waits for. (Threads would not do: autograd runs all CUDA
 # backward work of a process on one thread, so ranks that wait for each other there would wait for ever.)
 

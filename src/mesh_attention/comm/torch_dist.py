@@ -229,7 +229,7 @@ class GatheredTexts:
         self.device = _text_device(group, self.connection.device)
         self.text = text.encode()
         self.texts: list[str] | None = None
-        self.attendance = Attendance(group)
+        self.attendance = Attendance(group, is_told=self.device.type != "cpu")
         self.patience_s = patience_s(group, self.device, spare_s=3 * LOOK_UP_S)
         self.starts = self._attempt(self._begin)
 
@@ -293,11 +293,12 @@ class _AllGather:
 
 
 class Attendance:
-    """Notes in the group's store how many sharings this rank has begun, so that ranks that did not can be named."""
+    """Counts the sharings that this rank has begun, and notes it in the group's store, so that ranks that did not can
+    be named. Over Gloo that is left to the watchdog."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, *, is_told: bool) -> None:
         self.number = _SHARINGS[group] = _SHARINGS.get(group, 0) + 1
-        self.store = store_of(group)
+        self.store = store_of(group) if is_told else None
         self.rank = dist.get_rank(group)
         with suppress(Exception):  # a store that is out of reach is told of only if the sharing fails as well
             if self.store is not None:
@@ -310,17 +311,18 @@ class Attendance:
 
     def describe(self, size: int) -> str:
         """Say who was missing, as far as the store knows."""
+        failed = f"rank {self.rank} could not compare its call with those of the other ranks"
+        if self.store is None:
+            return failed
         answers: list[list[int]] = []
 
         def look() -> None:
             with suppress(Exception):
                 answers.append(self._missing(size))
 
-        if self.store is not None:
-            thread = Thread(target=look, daemon=True)  # a stopped store would not answer
-            thread.start()
-            thread.join(LOOK_UP_S)
-        failed = f"rank {self.rank} could not compare its call with those of the other ranks"
+        thread = Thread(target=look, daemon=True)  # a stopped store would not answer
+        thread.start()
+        thread.join(LOOK_UP_S)
         if not answers:
             why = "the group's store does not answer (the process that keeps it, often rank 0, may have ended)"
             return f"{failed}, and {why}"
@@ -338,6 +340,7 @@ class Attendance:
         return missing
 
     def _begun(self, rank: int) -> int:
+        assert self.store is not None  # asked only then
         key = _key(rank)
         return int(self.store.get(key)) if self.store.check([key]) else 0
 

@@ -78,9 +78,6 @@ def context_parallel_unshard(
     if len(buffers) != len(seq_dims):
         raise UsageError(f"got {len(buffers)} buffers and {len(seq_dims)} seq_dims; expected one dim for each buffer")
     chosen = _attention(attention, mesh)
-    for buffer, dim in zip(buffers, seq_dims, strict=True):
-        if not isinstance(buffer, Tensor) or isinstance(buffer, DTensor) or not -buffer.dim() <= dim < buffer.dim():
-            raise UsageError(f"got a {type(buffer).__name__} with seq dim {dim}; expected a plain tensor with this dim")
     return [chosen.unshard(buffer, dim=dim) for buffer, dim in zip(buffers, seq_dims, strict=True)]
 
 

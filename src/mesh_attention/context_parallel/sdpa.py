@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from mesh_attention.api import MeshAttention
-from mesh_attention.arguments import flag
+from mesh_attention.arguments import describe, flag
 from mesh_attention.context_parallel.dispatch import (
     answered_by,
     is_other_attention,
@@ -34,12 +34,21 @@ from mesh_attention.integrations.pytorch import as_autocast
 
 class MeshSdpa:
     """Answers scaled_dot_product_attention by a MeshAttention. `lengths` are whole lengths that ranks may hold parts
-    of."""
+    of; if none of them fits a part, all ranks have equal parts."""
 
     def __init__(self, attention: MeshAttention, *, lengths: Iterable[int]) -> None:
         self.attention = attention
         lengths = tuple(sorted(set(lengths)))
-        self.lengths = WholeLengths(attention, lengths)
+        layout, ranks = attention.layout, attention.ranks
+        parts = {
+            n: [sum(map(len, layout.segments(rank, seq_len=n, ranks=ranks))) for rank in range(ranks)] for n in lengths
+        }
+        self._wholes = {part[attention.rank]: n for n, part in parts.items()}
+        # Every rank gets the same answer, no matter on which rank the parts coincide.
+        self._alike = {
+            n: [m for m in parts if m != n and any(a == b for a, b in zip(parts[n], parts[m], strict=True))]
+            for n in parts
+        }
         # Compiled code has the whole lengths in it. Dynamo guards on the types of modes, so each context has its own.
         kinds = _MODES.setdefault(attention, {})
         self._mode = kinds.setdefault(lengths, type("_Refusals", (_Refusals,), {}))
@@ -69,7 +78,7 @@ class MeshSdpa:
                 causal, shares_heads = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
                 _check_tensors(query, key, value, shares_heads)
                 recompute_under(self.entered)
-                seq_q, seq_k = (self.lengths.of(int(x.shape[-2])) for x in (query, key))
+                seq_q, seq_k = (self._whole_length(int(x.shape[-2])) for x in (query, key))
             call = {"softmax_scale": scale, "seq_len": seq_q, "seq_len_k": seq_k, **_causal_call(causal, seq_q, seq_k)}
             query, key, value = as_autocast(query, key, value)
             tensors = [_four_dims(x) for x in (query, key, value)]
@@ -78,6 +87,16 @@ class MeshSdpa:
             else:
                 out = self.attention(*(x.transpose(1, 2) for x in tensors), **call).transpose(1, 2)
             return out.reshape(*query.shape[:-1], value.shape[-1])  # type: ignore[no-any-return]
+
+    def _whole_length(self, part: int) -> int:
+        """The whole length, from the length of this rank's part."""
+        whole = self._wholes.get(part, part * self.attention.ranks)
+        for other in self._alike.get(whole, ()):
+            raise UsageError(
+                f"{part} tokens may be this rank's part of {whole} or of {other}: buffers of both lengths were given; "
+                "give buffers of one length, or pad them to lengths that differ by the number of ranks"
+            )
+        return whole
 
     def telling(self) -> AbstractContextManager[None]:
         """Lets the other ranks know of a refusal; a compiler that traces sends nothing."""
@@ -108,33 +127,6 @@ class _Refusals(TorchFunctionMode):
 _MODES: WeakKeyDictionary[MeshAttention, dict[tuple[int, ...], type[_Refusals]]] = WeakKeyDictionary()
 
 
-class WholeLengths:
-    """Finds the whole length from the length of a rank's part; if none fits, all ranks have equal parts."""
-
-    def __init__(self, attention: MeshAttention, lengths: Iterable[int]) -> None:
-        self.ranks, layout = attention.ranks, attention.layout
-        parts = {
-            n: [sum(map(len, layout.segments(rank, seq_len=n, ranks=self.ranks))) for rank in range(self.ranks)]
-            for n in sorted(set(lengths))
-        }
-        own = attention.rank
-        self._wholes = {part[own]: n for n, part in parts.items()}
-        # Every rank gets the same answer, no matter on which rank the parts coincide.
-        self._alike = {
-            n: [m for m in parts if m != n and any(a == b for a, b in zip(parts[n], parts[m], strict=True))]
-            for n in parts
-        }
-
-    def of(self, part: int) -> int:
-        whole = self._wholes.get(part, part * self.ranks)
-        for other in self._alike.get(whole, ()):
-            raise UsageError(
-                f"{part} tokens may be this rank's part of {whole} or of {other}: buffers of both lengths were given; "
-                "give buffers of one length, or pad them to lengths that differ by the number of ranks"
-            )
-        return whole
-
-
 def _check_arguments(attn_mask: object, dropout_p: object) -> None:
     if attn_mask is not None:
         raise UsageError(
@@ -153,7 +145,7 @@ def _check_tensors(query: Any, key: Any, value: Any, shares_heads: bool) -> None
             )
         if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.is_nested:
             raise UsageError(
-                f"{name} is {_kind(tensor)}; expected a dense tensor (batch, heads, seq, dim) under context_parallel"
+                f"{name} is {describe(tensor)}; expected a dense tensor (batch, heads, seq, dim) under context_parallel"
             )
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
@@ -179,10 +171,6 @@ def _check_multi_head(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             "nn.MultiheadAttention with add_bias_kv or add_zero_attn adds a token on every rank under "
             "context_parallel, instead of one to the sequence; leave these arguments out"
         )
-
-
-def _kind(tensor: object) -> str:
-    return f"a tensor of {tensor.dim()} dims" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
 
 
 def _four_dims(tensor: Tensor) -> Tensor:

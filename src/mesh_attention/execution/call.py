@@ -194,7 +194,7 @@ class Calls:
                 deterministic=call.deterministic,
                 session=session,
                 comms=comms,
-                call_id=statements[0].call_id,
+                agreed=statements[0],
                 programs=cache(lambda direction: [compile_program(plans[direction], comm.rank) for comm in comms]),
                 captured=None if isinstance(call.layout, Cached) else self._captured(device),
             )

@@ -171,16 +171,20 @@ def peers_of(compiled: Compiled) -> tuple[set[int], set[int]]:
     return dests, {recv.source for _, recvs in ends for recv in recvs}
 
 
-def describe_post(compiled: Compiled, index: int) -> tuple[str, tuple[int, ...]]:
-    """The step of the pass's post with this index, counted from 0, and the ranks at the other ends."""
-    posts = [
-        i for i in compiled.instructions if isinstance(i.step, ops.Recv | ops.Send | ops.Collective | ops.Exchange)
-    ]
-    instruction = posts[index]
-    ends = [transfers(step) for step in instruction.turn or (instruction.step,)]
-    sources = [recv.source for _, recvs in ends for recv in recvs]
-    dests = [send.dest for sends, _ in ends for send in sends]
-    return f"step {instruction.index} '{format_step(instruction.step)}'", tuple(dict.fromkeys([*sources, *dests]))
+def describe_post(compiled: Compiled, apart: bool, index: int) -> tuple[str, tuple[int, ...]]:
+    """The step of the pass's post with this index, counted from 0, and the ranks at the other ends. `apart` says that
+    what arrives and what leaves are posted one after the other."""
+    posts: list[tuple[Instruction, list[int]]] = []
+    for instruction in compiled.instructions:
+        ends = [transfers(step) for step in instruction.turn or (instruction.step,)]
+        sources = [recv.source for _, recvs in ends for recv in recvs]
+        dests = [send.dest for sends, _ in ends for send in sends]
+        if apart:
+            posts += [(instruction, peers) for peers in (sources, dests) if peers]
+        elif sources or dests:
+            posts.append((instruction, sources + dests))
+    instruction, peers = posts[index]
+    return f"step {instruction.index} '{format_step(instruction.step)}'", tuple(dict.fromkeys(peers))
 
 
 def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Allocation:

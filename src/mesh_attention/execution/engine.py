@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.comm.base import Comm, Work
+from mesh_attention.comm.base import Comm, Work, posts_apart
 from mesh_attention.execution.buffers import STATISTICS, Buffer, Fields, Meter, fields_of
 from mesh_attention.execution.compiled import Compiled, describe_post, peers_of, stretched
 from mesh_attention.execution.executor import Executor
@@ -21,6 +21,7 @@ from mesh_attention.kernels.select import choose_kernel, choose_merging
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import INPUTS, OUTPUTS, Direction, Item
 from mesh_attention.problem import Problem
+from mesh_attention.session.agreement import Statement
 from mesh_attention.session.session import Session
 
 Pass = Generator[Work, None, dict[str, Fields]]
@@ -36,8 +37,8 @@ class Engine:
     deterministic: bool
     session: Session
     comms: Sequence[Comm]
-    call_id: int
-    """Covers everything that ranks agreed on for this call."""
+    agreed: Statement
+    """What ranks agreed on for this call."""
     programs: Callable[[Direction], Sequence[Compiled]]
     """Those of the local ranks; each is compiled at first use."""
     captured: CapturedPasses | None = None
@@ -70,11 +71,12 @@ class Engine:
         with self.session.call():
             pass_id = self.session.begin_pass(
                 # Numbers only: the hash of a text differs from process to process.
-                hash((self.call_id, direction == "backward", context)),
+                hash((self.agreed.call_id, direction == "backward", context)),
                 device,
                 forward_pass=forward_pass,
                 direction=direction,
-                describe=partial(describe_post, self.programs(direction)[0]),
+                describe=partial(describe_post, self.programs(direction)[0], posts_apart(self.comms[0])),
+                call=self.agreed,
             )
             run_pass = partial(self._run, direction, kernel, device)
             if self.captured is None:

@@ -14,38 +14,16 @@ from torch import Tensor
 from typing_extensions import assert_never
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.comm.base import Comm, Parcel, Work, innermost
+from mesh_attention.comm.base import Comm, Parcel, Work, posts_apart
 from mesh_attention.errors import DisagreementError, TransportError
 from mesh_attention.execution.buffers import Allocation, Buffer, Fields, Meter, Span, TokenSpan, part
 from mesh_attention.execution.compiled import Compiled, CompiledCall, Exchanged, Instruction, Stretch
 from mesh_attention.kernels.base import DTYPES, Gradients, Kernel, Merging, RowGradient, Scores
 from mesh_attention.kernels.merging import TorchMerging
+from mesh_attention.plan import steps as ops
 from mesh_attention.plan.format import format_item, format_step
 from mesh_attention.plan.program import turns
-from mesh_attention.plan.steps import (
-    AXIS_OF,
-    INPUTS,
-    Attend,
-    Clear,
-    Collective,
-    Combine,
-    Decode,
-    Exchange,
-    Finish,
-    Free,
-    Item,
-    Kind,
-    Merge,
-    Pack,
-    Recv,
-    Send,
-    Step,
-    Unpack,
-    in_flight,
-    running,
-    staged,
-    transfers,
-)
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, Item, in_flight, running, staged, transfers
 
 
 class CacheKernel(Protocol):
@@ -90,11 +68,12 @@ class Executor:
 
     def __post_init__(self) -> None:
         plan = self.compiled.plan
-        self.posts_apart = getattr(innermost(self.comm), "runs_side_by_side", False)
+        self.posts_apart = posts_apart(self.comm)
         self.problem, self.matrix, self.assignment = plan.problem, plan.matrix, plan.assignment
         for kind in INPUTS[plan.direction] if self.cache is None else ("q",):
             for number in self.assignment.parts(AXIS_OF[kind]):
-                self.buffers[Item(kind, self.compiled.rank, "home", part=number)] = Buffer(self._at_home(kind, number))
+                item = Item(kind, self.compiled.rank, "home", part=number)
+                self.buffers[item] = Buffer(self._of_wave(self.inputs[kind], number))
         self.buffers |= self.kept
         for buffer in {id(buffer): buffer for buffer in self.kept.values()}.values():
             self.meter.take(buffer.nbytes)
@@ -113,29 +92,29 @@ class Executor:
             for item in instruction.opens:
                 self._allocate(item)
             match instruction.step:
-                case Attend():
+                case ops.Attend():
                     self._attend(instruction.calls)
-                case Recv() | Send():
+                case ops.Recv() | ops.Send():
                     self._post_turn(instruction.turn)
-                case Free(item):
+                case ops.Free(item):
                     self._release(item)
-                case Pack(before, after):
+                case ops.Pack(before, after):
                     self._pack(before, after)
-                case Finish(item):
+                case ops.Finish(item):
                     self._finish(item, instruction)
-                case Merge(partial):
+                case ops.Merge(partial):
                     self._merge(partial, instruction.stretches)
-                case Decode(rows, _, partials):
+                case ops.Decode(rows, _, partials):
                     self._decode(rows, partials)
-                case Combine(partials, total):
+                case ops.Combine(partials, total):
                     self._combine(partials, total)
-                case Clear():
+                case ops.Clear():
                     pass  # opened above; its blanks are filled when it is finished
-                case Collective():
+                case ops.Collective():
                     self._post_items(instruction.step.sends, instruction.step.recvs)
-                case Exchange():
+                case ops.Exchange():
                     self._exchange(instruction.step)
-                case Unpack(before, after):
+                case ops.Unpack(before, after):
                     self._unpack(before, after)
                 case _:
                     assert_never(instruction.step)
@@ -180,8 +159,8 @@ class Executor:
         """The other ends of the post that the item was part of, for an error message."""
         is_end = instruction is self.compiled.instructions[-1]
         steps = self.compiled.steps if is_end else self.compiled.steps[: instruction.index]
-        posts: Sequence[Step] = ()
-        alone = [range(at, at + 1) for at, step in enumerate(steps) if isinstance(step, Collective | Exchange)]
+        posts: Sequence[ops.Step] = ()
+        alone = [range(at, at + 1) for at, step in enumerate(steps) if isinstance(step, ops.Collective | ops.Exchange)]
         for post in sorted([*turns(steps), *alone], key=lambda found: found.start):
             if any(item in side for at in post for side in in_flight(steps[at])):
                 posts = [steps[at] for at in post]
@@ -191,7 +170,7 @@ class Executor:
         return ", ".join([*awaited, *(f"{format_item(send.item)} to reach rank {send.dest}" for send in sends)])
 
     def _post(
-        self, sends: Sequence[Send], recvs: Sequence[Recv], chunks: Callable[[Item], list[Tensor]]
+        self, sends: Sequence[ops.Send], recvs: Sequence[ops.Recv], chunks: Callable[[Item], list[Tensor]]
     ) -> tuple[Work, Work]:
         """Post transfers; returns what to wait for before arrivals are read, and before what leaves is freed."""
         outgoing = [Parcel(chunks(send.item), send.dest, send.item.kind) for send in sends]
@@ -200,8 +179,6 @@ class Executor:
             if not outgoing or not incoming or not self.posts_apart:
                 work = self.comm.post(outgoing, incoming)
                 return work, work
-            # Apart, so that an arrival does not wait for what leaves. If posts ran one after the other, a receive
-            # posted alone would hold up the send that it waits for.
             received = self.comm.post([], incoming)
             return received, self.comm.post(outgoing, [])
         except Exception as error:
@@ -342,25 +319,25 @@ class Executor:
                 self.merging.copy(dest[name], tensor)
 
     def _output(self, item: Item) -> Fields:
-        """The caller's result, or the heads of it that belong to a wave, if that is a matter of heads alone."""
+        """The caller's result, as far as it belongs to the item's wave."""
         if item.kind not in self.outputs:
             fields = self.outputs[item.kind] = self.new_output(item.kind)
             self.meter.take(sum(tensor.nbytes for tensor in fields.values()))
-        fields = self.outputs[item.kind]
-        return self._heads(fields, 0, item.part) if self.assignment.ulysses_degree == 1 else fields
+        return self._of_wave(self.outputs[item.kind], item.part)
 
-    def _at_home(self, kind: Kind, part: int) -> Fields:
-        return self._heads(self.inputs[kind], 0, part) if self.assignment.ulysses_degree == 1 else self.inputs[kind]
+    def _of_wave(self, fields: Fields, part: int) -> Fields:
+        """The heads of the caller's tensors that belong to a wave, if that is a matter of heads alone."""
+        return self._heads(fields, 0, part) if self.assignment.ulysses_degree == 1 else fields
 
-    def _post_turn(self, turn: Sequence[Step]) -> None:
-        sends = [step for step in turn if isinstance(step, Send)]
-        recvs = [step for step in turn if isinstance(step, Recv)]
+    def _post_turn(self, turn: Sequence[ops.Step]) -> None:
+        sends = [step for step in turn if isinstance(step, ops.Send)]
+        recvs = [step for step in turn if isinstance(step, ops.Recv)]
         for step in turn:
-            if isinstance(step, Pack):
+            if isinstance(step, ops.Pack):
                 self._pack(step.before, step.after)
         self._post_items(sends, recvs)
 
-    def _post_items(self, sends: Sequence[Send], recvs: Sequence[Recv]) -> None:
+    def _post_items(self, sends: Sequence[ops.Send], recvs: Sequence[ops.Recv]) -> None:
         for recv in recvs:
             self._allocate(recv.item)
         received, sent = self._post(sends, recvs, self._chunks)
@@ -369,7 +346,7 @@ class Executor:
         for send in sends:
             self.leaving.setdefault(send.item, []).append(sent)
 
-    def _exchange(self, step: Exchange) -> None:
+    def _exchange(self, step: ops.Exchange) -> None:
         """Trade heads for tokens, or back. The whole item is sent from and received into its own buffer. At home all
         heads are side by side, so tokens go through a staging buffer with a place for each peer."""
         inward = step.before.form == "home"

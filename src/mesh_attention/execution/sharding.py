@@ -56,7 +56,7 @@ def gather(ours: Tensor, lengths: Sequence[int], session: Session, *, label: str
     comm = session.comms_on(ours.device)[0]
     every = [ours if rank == comm.rank else ours.new_empty((n, *ours.shape[1:])) for rank, n in enumerate(lengths)]
     others = [rank for rank in range(comm.size) if rank != comm.rank]
-    with session.call():
+    with session.call(), session.state.meet(Statement(must_match={"operation": label}), at=label):
         try:
             comm.post(
                 [Parcel([ours.view(-1)], rank, label) for rank in others if ours.numel()],
@@ -71,7 +71,7 @@ def join_shards(shards: Sequence[Tensor], layout: Layout, *, dim: int = 1) -> Te
     """The whole sequence from all shards; differentiable."""
     for shard in shards:
         check_shard(shard, dim)
-    if difference := find_difference([_form(shard, dim) for shard in shards]):
+    if difference := find_difference({rank: _form(shard, dim) for rank, shard in enumerate(shards)}):
         raise ProblemError(f"shards differ: {difference}")
     lengths = [shard.shape[dim] for shard in shards]
     _check_lengths(lengths, layout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -179,18 +179,6 @@ def aligned(tensor: Tensor) -> Tensor:
     if not tensor.data_ptr() % 16 and _has_aligned_rows(tensor.shape, tensor.stride(), tensor.itemsize):
         return tensor
     return tokens_first(tensor)
-
-
-def all_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if `aligned` would copy none of the three."""
-    is_at_16 = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
-    return is_at_16 and _have_aligned_rows(q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.itemsize)
-
-
-@lru_cache(maxsize=4096)
-def _have_aligned_rows(*forms: Any) -> bool:
-    *pairs, itemsize = forms
-    return all(_has_aligned_rows(pairs[at], pairs[at + 1], itemsize) for at in range(0, len(pairs), 2))
 
 
 @lru_cache(maxsize=4096)

@@ -250,7 +250,8 @@ def _work(
     rows = min(MOST_ROWS[dtype.itemsize], max(16, 1 << (all_rows - 1).bit_length()))
     row_tiles = -(-all_rows // rows)
     tile = tile or _tile((padded_dim(dim) + padded_dim(dim_v)) * dtype.itemsize, rows, device)
-    wave = max(1, _sms(device) * tile.resident // (kv_heads * max(1, row_tiles)))
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    wave = max(1, sms * tile.resident // (kv_heads * max(1, row_tiles)))
     splits, aim = _most_splits(sequences, wave)
     return _Work(
         sequences, queries, heads, kv_heads, dim, dim_v, block_tokens, rows, row_tiles, splits, aim, wave, tile
@@ -272,11 +273,6 @@ def _tile(token_nbytes: int, rows: int, device: torch.device) -> SplitTile:
     stages = 4 if rows < 64 and shared_nbytes(device).program >= 4 * _TILE_NBYTES else 3
     needed = (stages - 1) * _TILE_NBYTES + 8192
     return SplitTile(cols, 4, stages, max(1, min(2, shared_nbytes(device).multiprocessor // needed)))
-
-
-@lru_cache(maxsize=64)
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 # Arguments

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import Demand, Gradients, aligned
-from mesh_attention.kernels.cuda import TorchFlashOp
+from mesh_attention.kernels.torch_attention import TorchFlashOp
 from mesh_attention.kernels.windowed import FlashRow, Window, WindowedKernel, fix_empty_row_lse
 
 
@@ -113,7 +113,8 @@ def find_functions(release: Release) -> Functions | str:
         call = getattr(module, name, None)
         if call is None:
             return f"has no {release.module}.{name}"
-        function = FlashFunction(call, _parameters(call))
+        # A custom operator of torch hides its parameters behind *args; its original function has them.
+        function = FlashFunction(call, inspect.signature(getattr(call, "_init_fn", call)).parameters)
         missing = [parameter for parameter in needs if parameter not in function.parameters]
         if missing:
             return f"has a {name} without {', '.join(missing)}"
@@ -122,11 +123,6 @@ def find_functions(release: Release) -> Functions | str:
             return f"needs {', '.join(surplus)} for its {name}, which this version does not pass"
         functions.append(function)
     return Functions(*functions)
-
-
-def _parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Parameters by name. A custom operator of torch hides them behind ``*args``; its original function has them."""
-    return inspect.signature(getattr(call, "_init_fn", call)).parameters
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -110,7 +110,8 @@ class IntervalKernel:
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         if not is_ascending(scores.mask):
             return REFERENCE.backward(q, k, v, row, scores)
-        dq, dk, dv = (_empty_like(x) for x in (q, k, v))
+        by_token = (x.transpose(1, 2) for x in (q, k, v))
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format).transpose(1, 2) for x in by_token)
         if not q.numel() or not k.numel():
             return Gradients(dq.zero_(), dk.zero_(), dv.zero_())
         at = intervals(scores.mask, q.device)
@@ -220,11 +221,6 @@ def _steps(tensor: Tensor, unit: int) -> tuple[int, ...]:
         return tensor.stride() if tensor.dim() == 3 else ()
     sizes = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     return tuple(0 if size == 1 else stride // unit for size, stride in sizes)
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    batch, heads, tokens, dim = tensor.shape
-    return tensor.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
 
 
 def _signed(tensor: Tensor, scores: Scores) -> Tensor:

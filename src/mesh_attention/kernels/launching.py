@@ -88,7 +88,7 @@ def stride_unit(tensors: Sequence[Tensor]) -> int:
 @lru_cache(maxsize=64)
 def triton_unsupported_reason(device: torch.device) -> str | None:
     """The reason why Triton's kernels cannot run on a device; None if they can."""
-    if not _is_installed():
+    if find_spec("triton") is None:
         return "needs triton, which is not installed"
     if device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)
@@ -111,11 +111,6 @@ def shared_nbytes(device: torch.device) -> SharedMemory:
         return SharedMemory(232448, 233472)
     properties: Any = torch.cuda.get_device_properties(device)
     return SharedMemory(properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor)
-
-
-@lru_cache(maxsize=1)
-def _is_installed() -> bool:
-    return find_spec("triton") is not None
 
 
 @lru_cache(maxsize=16)

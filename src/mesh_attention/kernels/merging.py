@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from mesh_attention.kernels.base import RowGradient
-from mesh_attention.kernels.launching import (
-    Arguments,
-    Launch,
-    launch,
-    stride_unit,
-    triton_unsupported_reason,
-    with_strides,
-)
+from mesh_attention.kernels.launching import Launch, launch, stride_unit, triton_unsupported_reason, with_strides
 
 
 class TorchMerging:
@@ -149,13 +142,12 @@ def _launch(name: str, tensors: Sequence[Tensor], flags: tuple[bool, ...], items
     """Launch a kernel over the rows of the first tensor; `itemsize` is that of the dtype it computes in."""
     if tensors[0].numel():
         key = (name, flags, tensors[0].shape)
-        launch(key, tensors, lambda: Launch(FILE, name, *_rows_launch(tensors, flags, itemsize)))
+        launch(key, tensors, lambda: _rows_launch(name, tensors, flags, itemsize))
 
 
-def _rows_launch(
-    tensors: Sequence[Tensor], flags: tuple[bool, ...], itemsize: int
-) -> tuple[tuple[int, int, int], Arguments]:
-    """The grid over the rows of the first tensor. Arguments are each tensor and its strides, then sizes and flags.
+def _rows_launch(name: str, tensors: Sequence[Tensor], flags: tuple[bool, ...], itemsize: int) -> Launch:
+    """A program for each tile of rows of the first tensor. Arguments are each tensor and its strides, then sizes and
+    flags.
 
     If there are statistics only, their heads, adjacent in memory, take the place of dim.
     """
@@ -167,7 +159,7 @@ def _rows_launch(
     unit = stride_unit([tensor for tensor in tensors if tensor.dim() == 4])
     strides = [_in_units(tensor.stride(), unit) for tensor in tensors]
     rest = (tokens, tiles, heads, dim, block, rows, unit, *flags)
-    return (batch * tiles, 1, 1), with_strides(strides, rest)
+    return Launch(FILE, name, (batch * tiles, 1, 1), with_strides(strides, rest))
 
 
 def _in_units(strides: tuple[int, ...], unit: int) -> tuple[int, ...]:

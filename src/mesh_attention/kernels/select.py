@@ -14,12 +14,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from mesh_attention.kernels.base import DTYPES, Demand, Kernel, Merging
-from mesh_attention.kernels.cpu import CpuFlashKernel
-from mesh_attention.kernels.cuda import CudnnKernel, TorchFlashKernel
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel
 from mesh_attention.kernels.intervals import INTERVALS
 from mesh_attention.kernels.merging import FusedMerging, TorchMerging
 from mesh_attention.kernels.reference import REFERENCE
+from mesh_attention.kernels.torch_attention import CpuFlashKernel, CudnnKernel, TorchFlashKernel
 from mesh_attention.problem import Problem
 
 logger = logging.getLogger(__name__)

@@ -190,7 +190,8 @@ def _dispatch(
     takes_all = INTERVALS.unsupported_reason(demand) is None
     if cuts is not None and reason is None and not (takes_all and _are_short(cuts)):
         calls = tuple((cut, op) for cut, op in zip(cuts, choices, strict=True) if not isinstance(op, str))
-        return _Dispatch(calls, len(cuts) == 1 and _is_whole(cuts[0], mask))
+        sizes = sum(map(len, mask.q)), sum(map(len, mask.kv))
+        return _Dispatch(calls, len(cuts) == 1 and (len(cuts[0].q), len(cuts[0].kv)) == sizes)
     fallback = INTERVALS if takes_all else REFERENCE
     _log_once(fallback.name, reason or "they have several short windows")
     return _Dispatch((), False, fallback)
@@ -209,11 +210,6 @@ def _first_op(ops: tuple[WindowOp, ...], window: Window, head_dim_qk: int, head_
 def _are_short(cuts: tuple[Window, ...]) -> bool:
     """True for windows that take longer one by one than all in one launch."""
     return len(cuts) > 1 and sum(len(cut.q) for cut in cuts) <= _SHORT_WINDOW * len(cuts)
-
-
-def _is_whole(cut: Window, mask: CallMask) -> bool:
-    """True if the window is the whole call, so that its results are the call's."""
-    return len(cut.q) == sum(map(len, mask.q)) and len(cut.kv) == sum(map(len, mask.kv))
 
 
 @lru_cache(maxsize=64)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mesh_attention.clusters import PRESETS, cluster_to_toml, read_cluster
 from mesh_attention.errors import UsageError
 from mesh_attention.problem import Problem
-from mesh_attention.topology import Device, Topology
+from mesh_attention.topology import Topology
 from mesh_attention.tuning.stored import cache_folder, own_folder, user_folder, write_at_once
 from mesh_attention.units import GIB, count
 
@@ -168,25 +168,22 @@ def placed(figures: Topology, facts: Sequence[Facts]) -> Topology:
     """A cluster with the nodes of these ranks. Ranks that share a device share its rates, its memory and its NIC."""
     here, shared = ranks_per_node([rank.host for rank in facts]), sharers(facts)
     nics = round(figures.nics_per_node / figures.ranks_per_node * here / shared)
-    memory_gib = min((rank.memory_gib for rank in facts if rank.memory_gib), default=figures.device.memory_gib)
+    whole = figures.device
+    memory_gib = min((rank.memory_gib for rank in facts if rank.memory_gib), default=whole.memory_gib)
+    device = replace(
+        whole,
+        forward=replace(whole.forward, tflops=whole.forward.tflops / shared),
+        backward=replace(whole.backward, tflops=whole.backward.tflops / shared),
+        memory_gb_per_s=whole.memory_gb_per_s / shared,
+        memory_gib=memory_gib / shared,
+    )
     return replace(
         figures,
         ranks=len(facts),
         ranks_per_node=here,
         nics_per_node=max(1, min(here, nics)),
-        device=_shared(replace(figures.device, memory_gib=memory_gib), shared),
+        device=device,
         inside=replace(figures.inside, gb_per_s=figures.inside.gb_per_s / shared),
-    )
-
-
-def _shared(device: Device, ranks: int) -> Device:
-    """A device as one of several ranks on it sees it."""
-    return replace(
-        device,
-        forward=replace(device.forward, tflops=device.forward.tflops / ranks),
-        backward=replace(device.backward, tflops=device.backward.tflops / ranks),
-        memory_gb_per_s=device.memory_gb_per_s / ranks,
-        memory_gib=device.memory_gib / ranks,
     )
 
 

@@ -283,8 +283,16 @@ def time_links(clock: Clock, *, ranks_per_node: int, report: Progress) -> list[M
         what = "one pair" if len(pairs) == 1 else f"{len(pairs)} pairs at once"
         for step, nbytes in enumerate(sizes):
             report(f"messages {link_class}, {what}, {nbytes:,} bytes", (number + step / len(sizes)) / len(sets))
-            times.append(_time_message(clock, link_class, pairs, nbytes))
-            if max(times[-1].one_way_s, times[-1].both_ways_s) > clock.effort.longest_message_s:
+            ping_pong, exchange = _exchanges(clock.comm, pairs, nbytes, clock.device)
+            message = MessageTime(
+                link_class=link_class,
+                pairs=len(pairs),
+                nbytes=nbytes,
+                one_way_s=clock.exchange_s(ping_pong) / 2,
+                both_ways_s=clock.exchange_s(exchange),
+            )
+            times.append(message)
+            if max(message.one_way_s, message.both_ways_s) > clock.effort.longest_message_s:
                 break
     return times
 
@@ -296,17 +304,6 @@ def pair_sets(ranks: int, ranks_per_node: int) -> list[tuple[LinkClass, list[Pai
     between = [(rank, rank + ranks_per_node) for rank in range(here) if rank + ranks_per_node < ranks]
     sets: list[tuple[LinkClass, list[Pair]]] = [("inside", inside)] if inside else []
     return sets + [("between", between[:count]) for count in sorted({1, len(between)}) if between]
-
-
-def _time_message(clock: Clock, link_class: LinkClass, pairs: Sequence[Pair], nbytes: int) -> MessageTime:
-    ping_pong, exchange = _exchanges(clock.comm, pairs, nbytes, clock.device)
-    return MessageTime(
-        link_class=link_class,
-        pairs=len(pairs),
-        nbytes=nbytes,
-        one_way_s=clock.exchange_s(ping_pong) / 2,
-        both_ways_s=clock.exchange_s(exchange),
-    )
 
 
 def _exchanges(

@@ -40,7 +40,7 @@ from mesh_attention.plan.plan import Plan, PlanRequest
 from mesh_attention.plan.steps import DIRECTIONS, Direction
 from mesh_attention.planners.choice import Choice, least_volume_choice
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.make import Price, StatedStrategy, gpu_price, make_plan, priced
+from mesh_attention.planners.make import CostsOf, StatedStrategy, gpu_costs, make_plan, with_costs
 from mesh_attention.problem import Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import costs_on
@@ -151,7 +151,7 @@ class TunedStrategy:
         topology = machine.topology
         if topology is None:
             choice = replace(self._volume_based(request), layout=layout)
-            return volume_based(problem, choice, price=gpu_price if facts[0].memory_gib else None)
+            return volume_based(problem, choice, costs_of=gpu_costs if facts[0].memory_gib else None)
         tuner = self._tuners.setdefault((topology, layout), Tuner(topology, layout, self.memory_limit))
         chosen, tuning = tuner.choose(problem, needs_gradient=request.needs_gradient)
         chosen = chosen if request.may_keep else chosen.keeping_nothing()
@@ -328,13 +328,18 @@ def tuned(
     return Chosen(lengths=(problem.seq_q, problem.seq_kv) if is_coarse else None, passes=passes), tuning
 
 
-def volume_based(problem: Problem, choice: Choice, *, price: Price | None = None) -> Chosen:
-    """A choice for both passes; if calls have a price, it decides how large they are."""
-    return Chosen(lengths=None, passes=_passes(problem, dict.fromkeys(DIRECTIONS, choice), price))
+def volume_based(problem: Problem, choice: Choice, *, costs_of: CostsOf | None = None) -> Chosen:
+    """A choice for both passes; if calls have costs, these decide how large they are."""
+    return Chosen(lengths=None, passes=_passes(problem, dict.fromkeys(DIRECTIONS, choice), costs_of))
 
 
-def _passes(problem: Problem, choices: Mapping[Direction, Choice], price: Price | None) -> dict[Direction, PassChoice]:
-    return {direction: PassChoice(*priced(problem, choice, direction, price)) for direction, choice in choices.items()}
+def _passes(
+    problem: Problem, choices: Mapping[Direction, Choice], costs_of: CostsOf | None
+) -> dict[Direction, PassChoice]:
+    return {
+        direction: PassChoice(*with_costs(problem, choice, direction, costs_of))
+        for direction, choice in choices.items()
+    }
 
 
 @lru_cache(maxsize=MOST_KEPT)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from mesh_attention.masks import BlockKind, Segment
+from mesh_attention.masks import Segment
 from mesh_attention.plan.assignment import Assignment, Axis
 from mesh_attention.plan.layout import Layout, Past, Replicated, join
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, Direction, Item, Keep, Kind
@@ -108,13 +108,6 @@ class BlockMatrix:
         """Parts that are cut from the heads have all rows."""
         return part if self.assignment.cut == "rows" else 0
 
-    def kind(self, row: int, col: int) -> BlockKind:
-        pairs = self.pairs(row, col)
-        if pairs == 0:
-            return BlockKind.EMPTY
-        whole = _count(self.segments("row", row)) * _count(self.segments("col", col))
-        return BlockKind.FULL if pairs == whole else BlockKind.PARTIAL
-
     def needs(self, axis: Axis, place: int, shard: int, part: int = 0) -> bool:
         """True if `place` computes a block in row (or column) `shard`, or in this part of it: it then needs its inputs,
         and sends a partial result to its home."""
@@ -197,7 +190,7 @@ class BlockMatrix:
             payload += elements_per_token("kv", problem)[0]
         width = problem.accumulator_itemsize if item.form == "running" else problem.itemsize
         wide = RUNNING_LSE_NBYTES if item.form == "running" else problem.accumulator_itemsize
-        tokens = problem.batch * _count(segments)
+        tokens = problem.batch * sum(len(segment) for segment in segments)
         a_token = payload // share * width
         if statistics and item.form != "home":
             a_token += -a_token % wide  # statistics are read in place, so the next token must be aligned for them
@@ -218,10 +211,6 @@ class BlockMatrix:
 @lru_cache(maxsize=32)
 def block_matrix(problem: Problem, layout: Layout, assignment: Assignment) -> BlockMatrix:
     return BlockMatrix(problem, layout, assignment)
-
-
-def _count(segments: tuple[Segment, ...]) -> int:
-    return sum(len(s) for s in segments)
 
 
 def elements_per_token(kind: Kind, problem: Problem) -> tuple[int, int]:

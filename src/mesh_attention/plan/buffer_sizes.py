@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Attend, Combine, Decode, Effects, Item, Step, effects
-from mesh_attention.problem import Problem
 
 
 def shared_buffers(steps: Iterable[Step], kept: Iterable[tuple[Item, ...]] = ()) -> tuple[tuple[Item, ...], ...]:
@@ -130,19 +129,3 @@ def blocks_of_rank(tokens: int, *, sequences: int, ranks: int, block_tokens: int
 def layer_nbytes(blocks: int, *, token_nbytes: int, block_tokens: int = BLOCK_TOKENS) -> int:
     """Bytes of K and V of one layer on a rank. There is one block more, for tokens that the rank does not keep."""
     return (blocks + 1) * block_tokens * token_nbytes
-
-
-def kv_token_nbytes(problem: Problem) -> int:
-    """Bytes of K and V of one token in one layer."""
-    return problem.kv_heads * (problem.head_dim_qk + problem.head_dim_v) * problem.itemsize
-
-
-def kv_nbytes(problem: Problem) -> int:
-    """Bytes of K and V of one layer on the rank that holds the most tokens of a problem."""
-    return problem.batch * -(-problem.seq_kv // problem.ranks) * kv_token_nbytes(problem)
-
-
-def cache_nbytes(problem: Problem, *, layers: int = 1) -> int:
-    """Bytes of a cache on one rank that holds the keys and values of a problem in every layer of a model."""
-    blocks = blocks_of_rank(problem.batch * problem.seq_kv, sequences=problem.batch, ranks=problem.ranks)
-    return layers * layer_nbytes(blocks, token_nbytes=kv_token_nbytes(problem))

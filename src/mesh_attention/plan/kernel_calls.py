@@ -157,15 +157,12 @@ def scratch_of_steps(plan: Plan, steps: Sequence[Step], calls: Mapping[int, Sequ
     matrix, scratch = plan.matrix, {}
     for index, of_step in calls.items():
         needed = [scratch_nbytes(call, matrix, plan.direction) for call in of_step]
-        if matrix.assignment.head_shares == 1 and _is_at_home(steps[index]):  # a part of the heads is not contiguous
+        # At home, dO is contiguous already; a part of its heads is not.
+        is_at_home = any(item.form == "home" for item in getattr(steps[index], "grads", ()))
+        if matrix.assignment.head_shares == 1 and is_at_home:
             needed = [total - _copied_nbytes(call, matrix) for total, call in zip(needed, of_step, strict=True)]
         scratch[index] = max(needed, default=0)
     return scratch
-
-
-def _is_at_home(step: Step) -> bool:
-    """True if an attend reads dO from the caller's tensors, where it is contiguous already."""
-    return isinstance(step, Attend) and any(item.form == "home" for item in step.grads)
 
 
 def _copied_nbytes(call: KernelCall, matrix: BlockMatrix) -> int:

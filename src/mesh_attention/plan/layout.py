@@ -137,7 +137,8 @@ class Listed(Layout):
 
     @property
     def text(self) -> str:
-        return f"listed({'|'.join('+'.join(map(_segment_text, shard)) for shard in self.shards)})"
+        ends = [[f"{s.start}:{s[-1] + 1}" + f":{s.step}" * (s.step != 1) for s in shard] for shard in self.shards]
+        return f"listed({'|'.join(map('+'.join, ends))})"
 
     def _runs(self, rank: int, seq_len: int, ranks: int) -> tuple[Segment, ...]:
         if (seq_len, ranks) != (self.seq_len, len(self.shards)):
@@ -262,10 +263,6 @@ def parse_layout(text: str) -> Layout:
     if shards := re.fullmatch(r"listed\(([^()]*)\)", text):
         return Listed(tuple(tuple(map(_parse_segment, filter(None, s.split("+")))) for s in shards[1].split("|")))
     return layout_named(text)
-
-
-def _segment_text(segment: Segment) -> str:
-    return f"{segment.start}:{segment[-1] + 1}" + (f":{segment.step}" if segment.step != 1 else "")
 
 
 def _parse_segment(text: str) -> Segment:

@@ -19,21 +19,8 @@ from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.buffer_sizes import held_nbytes, shared_buffers
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.routes import Hop, fetch_hops_in, fetch_hops_out, partial_dest, partial_hops_in
-from mesh_attention.plan.schedule import Fetch, GroupMove, GroupOp, Meet, Return, Route, Schedule
-from mesh_attention.plan.steps import (
-    AXIS_OF,
-    INPUTS,
-    OUTPUTS,
-    Direction,
-    Form,
-    Item,
-    Kind,
-    effects,
-    in_flight,
-    running,
-    staged,
-    transfers,
-)
+from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Return, Route, Schedule
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Form, Item, Kind, effects
 
 MEETS_THAT_HIDE = 2
 """Meets between posting partials that go straight home and waiting for them: one meet may be short, and several
@@ -60,7 +47,7 @@ def lowered_steps(matrix: BlockMatrix, schedule: Schedule, direction: Direction,
             case Return(kind, offset, wave):
                 lowering.return_partial(kind, offset, wave)
             case GroupMove(op, kind, wave):
-                lowering.group_move(op, kind, wave)
+                getattr(lowering, op)(kind, wave)
             case _:
                 assert_never(move)
     kept, is_backward = matrix.kept(schedule.keep, rank), direction == "backward"
@@ -138,9 +125,6 @@ class _Lowering:
         if contributes:
             self.steps.append(ops.Send(item, self._rank_of(partial_dest(*around))))
 
-    def group_move(self, op: GroupOp, kind: Kind, wave: int) -> None:
-        getattr(self, op)(kind, wave)
-
     def gather(self, kind: Kind, wave: int) -> None:
         sends: list[ops.Send] = []
         recvs: list[ops.Recv] = []
@@ -184,7 +168,7 @@ class _Lowering:
         home, whole = self._home(kind, wave), self._item(kind, self.place, wave)
         if inward and "own" in self.schedule.keep and kind in INPUTS["forward"] and kind not in self.schedule.keep:
             whole = whole._replace(form="kept")
-        before, after = (home, whole) if inward else (whole, staged(home))
+        before, after = (home, whole) if inward else (whole, ops.staged(home))
         self.steps.append(ops.Exchange(before, after, group, tuple(sends), tuple(recvs)))
 
     def unpack(self, kind: Kind, wave: int) -> None:
@@ -245,7 +229,7 @@ class _Lowering:
         item = self._item(kind, self.place, wave)
         if self.matrix.has_shard(AXIS_OF[kind], self.place):
             if not self.matrix.is_wanted(AXIS_OF[kind], self.place, item.part):
-                self.steps.append(ops.Clear(running(item)))
+                self.steps.append(ops.Clear(ops.running(item)))
             self.steps.append(ops.Finish(self._home(kind, wave) if self.assignment.ulysses_degree == 1 else item))
 
     def _collective(
@@ -334,7 +318,7 @@ def with_packs(
 
     An input that is only attended by itself is read in its other form, with no copy.
     """
-    packed = {send.item for step in steps for send in transfers(step)[0]}
+    packed = {send.item for step in steps for send in ops.transfers(step)[0]}
     packed.update(item for group in (*shared_buffers(steps), *kept) for item in group)
     at_home = {item: item._replace(form=form) for item in own - packed}
     waiting = own & packed
@@ -373,7 +357,7 @@ def with_frees(steps: Sequence[ops.Step], *, kept: Collection[Item] = (), hiding
 
 def _free_point(steps: Sequence[ops.Step], last_use: int, hiding: int) -> int:
     step = steps[last_use]
-    leaving = in_flight(step)[1]
+    leaving = ops.in_flight(step)[1]
     if not leaving:
         return last_use
     # A rank soon needs the input it receives in the turn in which it passes one on; the send is over by then.

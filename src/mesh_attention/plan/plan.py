@@ -1,12 +1,14 @@
 """The plan: problem, layout, assignment and schedule together. Plain immutable data, the same on every rank.
 
+Also what each rank's program takes, counted from its steps: bytes, FLOPs, memory, calls and messages.
+
 A plan has one text, which `plan.parse` reads back: people read it, files hold it, and ranks compare its hash.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 
@@ -15,14 +17,15 @@ from typing_extensions import assert_never
 from mesh_attention.errors import ScheduleError
 from mesh_attention.masks import full
 from mesh_attention.plan.assignment import Assignment, Tile, check_assignment
-from mesh_attention.plan.blocks import BlockMatrix, block_matrix
+from mesh_attention.plan.blocks import BlockMatrix, Bytes, block_matrix
 from mesh_attention.plan.format import format_move
+from mesh_attention.plan.kernel_calls import kernel_calls
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.lowering import lower, lowered_steps
 from mesh_attention.plan.program import Program
 from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Return, Schedule
-from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Step, is_step
-from mesh_attention.problem import Problem
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Attend, Item, Kind, Step, is_step, transfers
+from mesh_attention.problem import DIRECTIONS, Direction, Problem
 from mesh_attention.units import brief
 
 HEADER = "mesh-attention plan 2"
@@ -209,3 +212,63 @@ def _check_moves(schedule: Schedule, direction: Direction, assignment: Assignmen
                 f"results {', '.join(outputs)}, offsets 0 to {sizes['row'] - 1} (rows) and {sizes['col'] - 1} "
                 f"(columns), waves 0 to {assignment.waves - 1}"
             )
+
+
+# Counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCosts:
+    """The costs of one rank's program. Bytes are by kind; a message is one run of tokens that the rank sends."""
+
+    rank: int
+    sent: dict[Kind, Bytes]
+    received: dict[Kind, Bytes]
+    flops: int
+    peak_nbytes: int
+    kernel_calls: int
+    messages: int
+
+    @property
+    def sent_nbytes(self) -> int:
+        return sum(nbytes.total for nbytes in self.sent.values())
+
+    @property
+    def received_nbytes(self) -> int:
+        return sum(nbytes.total for nbytes in self.received.values())
+
+
+def rank_costs(plan: Plan, rank: int) -> RankCosts:
+    """The costs of one rank, without building any other rank's program."""
+    program, matrix = plan.program(rank), plan.matrix
+    ends = [transfers(step) for step in program.steps]
+    sent = [send.item for sends, _ in ends for send in sends]
+    received = [recv.item for _, recvs in ends for recv in recvs]
+    calls = kernel_calls(program.steps, matrix, matrix.kept(plan.schedule.keep, rank))
+    return RankCosts(
+        rank=rank,
+        sent=_by_kind(sent, matrix),
+        received=_by_kind(received, matrix),
+        flops=program_flops(plan, program),
+        peak_nbytes=program.peak_nbytes,
+        kernel_calls=sum(map(len, calls.values())),
+        messages=sum(map(matrix.runs, sent)),
+    )
+
+
+def program_flops(plan: Plan, program: Program) -> int:
+    return sum(
+        plan.matrix.flops(row.shard, col.shard, plan.direction, row.part)
+        for step in program.steps
+        if isinstance(step, Attend)
+        for row in step.rows
+        for col in step.cols
+    )
+
+
+def _by_kind(items: Iterable[Item], matrix: BlockMatrix) -> dict[Kind, Bytes]:
+    totals: dict[Kind, Bytes] = {}
+    for item in items:
+        size, total = matrix.nbytes(item), totals.get(item.kind, Bytes(0, 0))
+        totals[item.kind] = Bytes(total.payload + size.payload, total.statistics + size.statistics)
+    return totals

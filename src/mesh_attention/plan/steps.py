@@ -243,8 +243,11 @@ class Effects(NamedTuple):
 
 def effects(step: Step) -> Effects:
     match step:
+        case Attend(rows, cols, ()):
+            return Effects(reads=rows + cols, adds=tuple([running(row, "o") for row in rows]))
         case Attend(rows, cols, grads):
-            return Effects(reads=rows + grads + cols, adds=_sums(step))
+            sums = [running(row, "dq") for row in rows] + [running(col, "dkv") for col in cols]
+            return Effects(reads=rows + grads + cols, adds=tuple(sums))
         case Free(item):
             return Effects(frees=(item,))
         case Recv() | Send() | Collective():
@@ -269,14 +272,6 @@ def effects(step: Step) -> Effects:
             return Effects(reads=(total,), writes=(item,), frees=(total,))
         case _:
             assert_never(step)
-
-
-def _sums(step: Attend) -> tuple[Item, ...]:
-    """The running sums an attend adds to: O of its rows; backward, dQ of its rows and dKV of its columns."""
-    if step.grads:
-        rows, cols = step.rows, step.cols
-        return tuple([running(row, "dq") for row in rows] + [running(col, "dkv") for col in cols])
-    return tuple([running(row, "o") for row in step.rows])
 
 
 def transfers(step: Step) -> tuple[tuple[Send, ...], tuple[Recv, ...]]:

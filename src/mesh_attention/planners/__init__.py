@@ -1,4 +1,1 @@
-"""Choices, and the pure functions that turn them into plans.
-
-Reading order: choice, costs, order, greedy, priced, waves, planners.
-"""
+"""Choices, and the pure functions that turn them into plans."""

@@ -80,7 +80,7 @@ class Choice:
     mask.
 
     `inner` is the part of the grid that one node holds (see `plan.assignment`). `route` is how shards travel and
-    `partials` how partial results do. Without `blocks_per_call`, costs that state the price of a call decide how large
+    `partials` how partial results do. Without `blocks_per_call`, costs that state what a call costs decide how large
     each call is; without such costs a call is one block. `keep` names what forward leaves gathered for backward, and
     "own", the inputs of its own place as exchanged. In `waves`, heads or rows (`cut`) go through the moves one part
     after another, so that exchanges and first fetches hide behind compute.

@@ -15,16 +15,16 @@ The better of two orders has the lower price: its makespan, raised by `MEMORY_WO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from mesh_attention.plan.assignment import Axis, Tile
-from mesh_attention.plan.schedule import Move, Route
-from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
+from mesh_attention.plan.assignment import AXES, Axis, Tile
+from mesh_attention.plan.schedule import Fetch, Meet, Move, Route
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, KINDS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.schedule_builder import ONE_SIZE, Order, Rectangle, Sizes, held_share, mask_of
+from mesh_attention.planners.greedy import Order, Rectangle, mask_of
 
 LARGE_CALL_EFFICIENCY = 0.98
 """A call of this efficiency need not be larger: its results take memory until they are added to the sums."""
@@ -84,7 +84,8 @@ class PolicyOrder(Order):
             return (1, 1)  # its own block: needs no transfer, and its mask makes it a separate call anyway
         if self.is_all_here:
             return self._completing_call()
-        best, own = self._best_call(), self._own_row_call()
+        best, pending = self._best_call(), ((1 << self.here["col"]) - 1) & ~self.done[0]
+        own = (1, pending) if pending else None
         if best is not None and self.efficiency(best) >= self.policy.least_efficiency:
             return best
         self.fetch_something()
@@ -107,10 +108,6 @@ class PolicyOrder(Order):
                 is_enough = enough is not None and self.efficiency(call) >= enough
                 calls.append((is_enough, pending.bit_count() if is_enough else self.efficiency(call), call))
         return max(calls, key=lambda ranked: ranked[:2])[2] if calls else None
-
-    def _own_row_call(self) -> Rectangle | None:
-        pending = ((1 << self.here["col"]) - 1) & ~self.done[0]
-        return (1, pending) if pending else None
 
     def _completing_call(self) -> Rectangle:
         """The next call once all shards have arrived: for the row or column that releases more transfer per block."""
@@ -200,10 +197,15 @@ that are not modelled could undo a smaller gain."""
 LONGEST_TRIED_OUT = 40
 """Rows plus columns of a tile. The number of steps to try out grows with about the cube of this."""
 NOISE = 1e-6
+Sizes = tuple[tuple[Kind, float], ...]
+"""Size of a shard of each kind, in any unit."""
+ONE_SIZE: Sizes = tuple((kind, 1.0) for kind in KINDS)
+SUM_WIDTH = 2
+"""Size of a running sum (float32) relative to the 16-bit item that travels."""
 
 
 @lru_cache(maxsize=256)
-def priced_moves(
+def cost_based_moves(
     tile: Tile,
     direction: Direction,
     *,
@@ -277,3 +279,69 @@ def _windows(tile: Tile, direction: Direction) -> Iterator[tuple[Axis, int]]:
     for axis, size in sides if len(OUTPUTS[direction]) == 2 and min(tile.rows, tile.cols) >= 4 else ():
         for eighths in (3, 4):
             yield axis, max(2, size * eighths // 8)
+
+
+# Memory
+
+
+def held_share(moves: Sequence[Move], direction: Direction, *, sizes: Sizes) -> float:
+    """Peak memory of a list of moves, divided by the memory of the inputs and running sums of all rows and columns.
+
+    It follows the rules of `plan.buffer_sizes`, in offsets. Rows that meet in one call share a buffer, from the fetch
+    of the first until the last is complete; their running sums share one from the first meet on. The same holds for
+    columns. The results of a call count while it runs. Partials that are being sent do not count.
+    """
+    change = [0.0] * (len(moves) + 1)  # in what is held, at each move
+    size = dict(sizes)
+    whole = 0.0
+    for axis in AXES:
+        inputs = sum(size[kind] for kind in INPUTS[direction] if AXIS_OF[kind] == axis)
+        sums = SUM_WIDTH * sum(size[kind] for kind in OUTPUTS[direction] if AXIS_OF[kind] == axis)
+        fetched, met, last = _times(moves, axis)
+        for group in _groups(moves, axis):
+            stop = max(last[offset] for offset in group)
+            change[min(fetched.get(offset, 0) for offset in group)] += len(group) * inputs
+            change[min(met[offset] for offset in group)] += len(group) * sums
+            change[stop + 1] -= len(group) * (inputs + sums)
+            whole += len(group) * (inputs + sums)
+    return _peak(moves, change, direction, size) / whole
+
+
+def _times(moves: Sequence[Move], axis: Axis) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """For each offset, the moves at which it is fetched, meets first and meets last."""
+    fetched: dict[int, int] = {}
+    met: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, move in enumerate(moves):
+        if isinstance(move, Fetch) and AXIS_OF[move.kind] == axis:
+            fetched.setdefault(move.offset, index)
+        elif isinstance(move, Meet):
+            for offset in move.side(axis):
+                met.setdefault(offset, index)
+                last[offset] = index
+    return fetched, met, last
+
+
+def _groups(moves: Iterable[Move], axis: Axis) -> list[set[int]]:
+    """Offsets that share a buffer."""
+    group_of: dict[int, set[int]] = {}
+    sides = [move.side(axis) for move in moves if isinstance(move, Meet)]
+    for side in dict.fromkeys(sides):
+        known = {id(group): group for group in (group_of.get(offset) for offset in side) if group is not None}
+        joined = set(side).union(*known.values())
+        group_of.update(dict.fromkeys(joined, joined))
+    return list({id(group): group for group in group_of.values()}.values())
+
+
+def _peak(moves: Sequence[Move], change: Sequence[float], direction: Direction, size: Mapping[Kind, float]) -> float:
+    """The peak of what is held plus what a call needs, as `plan.kernel_calls` counts it."""
+    row, col = size["o"], 0.0
+    if direction == "backward":
+        every_head = size["q"] + size["o"]  # of K and V, where queries share their heads
+        row, col = 3 * size["dq"] + 2 * size["o"], size["dkv"] + (every_head if every_head > size["dkv"] else 0.0)
+    held = peak = 0.0
+    for move, difference in zip(moves, change, strict=False):
+        held += difference
+        if isinstance(move, Meet):
+            peak = max(peak, held + len(move.rows) * row + len(move.cols) * col)
+    return peak

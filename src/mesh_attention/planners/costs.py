@@ -3,27 +3,24 @@
 A transfer costs the number of blocks that hide it. A call of r rows and c columns costs r·c blocks, plus `call` once,
 `row` for every row and `col` for every column that its partial results are added to. Rows and columns that are not
 adjacent are attended in several calls.
-
-`least_received_nbytes` is a lower bound for any assignment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from math import sqrt
 
 from mesh_attention.clusters import UNKNOWN
 from mesh_attention.errors import ScheduleError
 from mesh_attention.plan.assignment import Assignment, Tile, check_assignment, divisors, tiles_of
-from mesh_attention.plan.blocks import BlockMatrix, elements_per_token, token_nbytes
+from mesh_attention.plan.blocks import BlockMatrix, token_nbytes
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, KINDS, OUTPUTS, Direction, Item, Kind
 from mesh_attention.problem import Problem
 
 FLOPS_PER_BYTE = UNKNOWN.device.forward.tflops * 1e12 / (UNKNOWN.between.gb_per_s * 1e9)
 
-CALL_PRICES = ("call", "row", "col")
+CALL_COSTS = ("call", "row", "col")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +40,18 @@ class Costs:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            cost, may_be_0 = getattr(self, f.name), f.name in CALL_PRICES
+            cost, may_be_0 = getattr(self, f.name), f.name in CALL_COSTS
             is_number = isinstance(cost, int | float) and 0 <= cost < float("inf")
             if not is_number or not (cost or may_be_0):
                 expected = "a number, 0 or above" if may_be_0 else "a number above 0"
                 raise ScheduleError(f"cost of {f.name} is {cost!r}: expected {expected}")
 
     @property
-    def has_call_prices(self) -> bool:
-        return any(getattr(self, name) for name in CALL_PRICES)
+    def has_call_costs(self) -> bool:
+        return any(getattr(self, name) for name in CALL_COSTS)
 
-    def without_call_prices(self) -> Costs:
-        return replace(self, **dict.fromkeys(CALL_PRICES, 0.0)) if self.has_call_prices else self
+    def without_call_costs(self) -> Costs:
+        return replace(self, **dict.fromkeys(CALL_COSTS, 0.0)) if self.has_call_costs else self
 
     def of_call(self, rows: int, cols: int) -> float:
         """The price of attending rows with columns. Both are sets of offsets, as bit masks."""
@@ -67,7 +64,7 @@ class Costs:
 
     def in_waves(self, assignment: Assignment) -> Costs:
         """The same costs in blocks of one wave. A wave of rows meets whole columns."""
-        whole = CALL_PRICES[:1] if assignment.cut == "heads" else ("call", "col", "kv", "dkv")
+        whole = CALL_COSTS[:1] if assignment.cut == "heads" else ("call", "col", "kv", "dkv")
         return replace(self, **{name: getattr(self, name) * assignment.waves for name in whole})
 
     def of(self, kind: Kind) -> float:
@@ -172,48 +169,3 @@ def received_nbytes(matrix: BlockMatrix, place: int, direction: Direction) -> in
 def _sample(places: int) -> list[int]:
     count = min(places, SAMPLED_PLACES)
     return sorted({index * (places - 1) // max(1, count - 1) for index in range(count)})
-
-
-# A lower bound for any assignment
-
-MOST_TRIED = 4096
-"""Numbers of heads that are tried. If there are more, these are spread evenly, and the bound is that of the samples."""
-
-
-def least_received_nbytes(problem: Problem, direction: Direction) -> float:
-    """The fewest tensor bytes that an average rank receives, if the work is even.
-
-    A rank that computes x queries with y keys of one KV head has at most x·y pairs there, whatever the mask. It must
-    receive those x and y that are not at home there, and its partial results must reach their homes, which on average
-    receive as many. The bound is the minimum over all ways to cover 1/n of the pairs: over the KV heads used, x and y.
-    Nothing is replicated: a token's queries, keys and values are at home on one rank.
-    """
-    all_heads = problem.batch * problem.kv_heads
-    fewest = max(1, all_heads // problem.ranks)
-    tried = range(fewest, all_heads, 1 + (all_heads - fewest) // MOST_TRIED)
-    return min(least_nbytes_on_heads(problem, direction, heads) for heads in (all_heads, *tried))
-
-
-def least_nbytes_on_heads(problem: Problem, direction: Direction, heads: int) -> float:
-    """The fewest bytes if a rank works on `heads` KV heads (of all batch entries), on a rectangle of pairs in each."""
-    area = problem.pairs * problem.batch * problem.kv_heads / problem.ranks / heads
-    row, col = _nbytes_per_token(problem, direction)
-    home_q, home_kv = problem.seq_q / problem.ranks, problem.seq_kv / problem.ranks
-    if not area:
-        return 0.0
-
-    def nbytes(x: float) -> float:
-        x = min(max(x, area / problem.seq_kv), problem.seq_q)
-        return max(0.0, x - home_q) * row + max(0.0, area / x - home_kv) * col
-
-    # The minimum is inside, or where one side is exactly the tokens at home.
-    return heads * min(map(nbytes, (sqrt(area * col / row), home_q, area / home_kv)))
-
-
-def _nbytes_per_token(problem: Problem, direction: Direction) -> tuple[float, float]:
-    """Bytes to send one query (with all query heads of its KV head) and one key, and to return their results."""
-    kinds = (*INPUTS[direction], *OUTPUTS[direction])
-    row, col = (
-        sum(elements_per_token(kind, problem)[0] for kind in kinds if AXIS_OF[kind] == axis) for axis in ("row", "col")
-    )
-    return problem.itemsize * row / problem.kv_heads, problem.itemsize * col / problem.kv_heads

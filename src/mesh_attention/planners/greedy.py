@@ -1,4 +1,4 @@
-"""Builds a schedule greedily: which blocks the next kernel call takes.
+"""Builds a schedule greedily, call by call: which blocks the next kernel call takes.
 
 The paper's Algorithm 2 (forward) and its row/column rule (backward), with real-valued costs and two clocks: one for
 the link, one for compute, both in blocks. Whenever the link would fall idle it gets the transfer that unlocks the most
@@ -14,49 +14,233 @@ rectangle: few large kernel calls instead of one per block. Rows whose columns h
 one, or as few at once as make a call. Smaller calls are made only while compute would wait for the link anyway. With 1,
 every call is one block, as in the paper.
 
-Where the price of a call is known, blocks need not be counted: see `priced`.
+`Order` is a schedule as it is built: shards that have arrived, blocks that are done, and the clocks. `CountedOrder`
+chooses calls by their number of blocks. Where costs state what a call takes, blocks need not be counted: see
+`cost_based`.
 
 Ring-Attention is the tile of one row; pass-Q the tile of one column. Nothing here knows their names.
 """
 
 from __future__ import annotations
 
-from mesh_attention.plan.assignment import Tile
-from mesh_attention.plan.schedule import Move, Return, Route
-from mesh_attention.plan.steps import OUTPUTS, Direction, Kind
-from mesh_attention.planners.cost_based import priced_moves
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from copy import copy
+from math import inf
+
+from typing_extensions import Self
+
+from mesh_attention.plan.assignment import Axis, Tile
+from mesh_attention.plan.schedule import Fetch, Meet, Move, Return
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.schedule_builder import ONE_SIZE, Order, Rectangle, Sizes, mask_of
+
+Rectangle = tuple[int, int]
+"""A rectangle as two sets of offsets: rows, columns. Sets are bit masks."""
 
 
-def greedy_moves(
-    tile: Tile,
-    direction: Direction,
-    *,
-    costs: Costs,
-    blocks_per_call: int | None = None,
-    held_kinds: tuple[Kind, ...] = (),
-    route: Route = "direct",
-    sizes: Sizes = ONE_SIZE,
-) -> tuple[Move, ...]:
-    """The moves of one tile, from its own block to the last partial returned. Kinds in `held_kinds` are not fetched.
+class Order(ABC):
+    """The moves so far, and the state they lead to. Times are in blocks.
 
-    If `blocks_per_call` is None, calls are cost-based: each is sized by its price, or is one block if `costs` has no
-    call prices. If it is a number, call prices are ignored.
+    `own_row_weight` is how many blocks a column's block in this rank's own row counts as when fetches are compared. On
+    each axis, at most `most_ahead` shards are fetched and not yet attended.
     """
-    if blocks_per_call is None and costs.has_call_prices:
-        moves = priced_moves(tile, direction, costs=costs, sizes=sizes, held_kinds=held_kinds, route=route)
-    else:
-        moves = _counted_moves(tile, direction, costs.without_call_prices(), blocks_per_call or 1, held_kinds)
-    return (*moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
+
+    def __init__(
+        self,
+        tile: Tile,
+        direction: Direction,
+        costs: Costs,
+        held_kinds: tuple[Kind, ...],
+        *,
+        own_row_weight: int,
+        most_ahead: int,
+    ) -> None:
+        self.tile, self.costs = tile, costs
+        self.own_row_weight, self.most_ahead = own_row_weight, most_ahead
+        self.inputs: dict[Axis, tuple[Kind, ...]] = {
+            axis: tuple(kind for kind in INPUTS[direction] if AXIS_OF[kind] == axis and kind not in held_kinds)
+            for axis in ("row", "col")
+        }
+        self.fetch_cost = {axis: sum(map(costs.of, kinds)) for axis, kinds in self.inputs.items()}
+        self.results: dict[Axis, Kind] = {AXIS_OF[kind]: kind for kind in OUTPUTS[direction]}
+        self.sizes: dict[Axis, int] = {"row": tile.rows, "col": tile.cols}
+        self.moves: list[Move] = []
+        self.now = self.link_free = 0.0
+        self.blocks_left = tile.rows * tile.cols
+        self.all_cols = (1 << tile.cols) - 1
+        self.done = [0] * tile.rows  # columns already attended, for each row
+        self.left: dict[Axis, list[int]] = {"row": [tile.cols] * tile.rows, "col": [tile.rows] * tile.cols}
+        self.next_return: dict[Axis, int] = dict.fromkeys(self.results, 1)  # in order: a ring of partials relies on it
+        self.complete: list[Return] = []  # and not sent yet
+        # Shards fetched, and of those the ones that have arrived: this rank's own, or all if none is to be fetched.
+        self.fetched: dict[Axis, int] = {axis: 1 if kinds else self.sizes[axis] for axis, kinds in self.inputs.items()}
+        self.here = dict(self.fetched)
+        self.arrivals: list[tuple[float, Axis]] = []  # of shards that are in flight, in order
+        self.touched: dict[Axis, int] = {axis: (1 << count) - 1 for axis, count in self.fetched.items()}
+
+    def branch(self) -> Self:
+        """An independent copy of the current state."""
+        other = copy(self)
+        other.moves, other.done, other.arrivals = self.moves[:], self.done[:], self.arrivals[:]
+        other.left = {axis: counts[:] for axis, counts in self.left.items()}
+        other.complete = self.complete[:]
+        other.next_return, other.fetched, other.here = dict(self.next_return), dict(self.fetched), dict(self.here)
+        return other
+
+    @property
+    def makespan(self) -> float:
+        return max(self.now, self.link_free)
+
+    def complete_all(self, limit: float = inf) -> float:
+        """Make the moves that are left, except the returns of its own row and column. Returns the makespan in blocks,
+        or infinity if it cannot stay below the limit."""
+        while self.blocks_left:
+            if self.now + self.blocks_left >= limit:
+                return inf
+            self.step(self.choose())
+        self.post_returns()
+        return self.makespan
+
+    def step(self, call: Rectangle | None) -> None:
+        """Make a call, with enough on the link to hide behind it; or wait for the next shard."""
+        if call is None:
+            self.fetch_something()
+            self.post_returns()
+            self.wait()
+        else:
+            self.fetch_behind(call)
+            self.post_returns()  # after the fetches: compute waits for fetches, not for returns
+            self.meet(call)
+
+    @abstractmethod
+    def choose(self) -> Rectangle | None:
+        """The next call; None to wait for the next shard."""
+
+    # The link
+
+    def post_returns(self) -> None:
+        """Send the partials of every row (and column) that is complete."""
+        for result in self.complete:
+            self._occupy_link(self.costs.of(result.kind))
+        self.moves += self.complete
+        self.complete = []
+
+    def axes_left(self) -> list[Axis]:
+        """Axes that have shards left to fetch; columns first, because ties go to KV."""
+        axes: tuple[Axis, ...] = ("col", "row")
+        return [axis for axis in axes if self.fetched[axis] < self.sizes[axis]]
+
+    def fetch_something(self) -> None:
+        """Make sure that something is on its way."""
+        if not self.arrivals:
+            self._fetch([axis for axis in self.axes_left() if self._is_open(axis)] or self.axes_left())
+
+    def fetch_behind(self, call: Rectangle) -> None:
+        """Give the link enough to do while `call` is computed."""
+        until, touched = self.now + self.costs.of_call(*call), self.touched_after(call)
+        while self.link_free < until:
+            axes = [axis for axis in self.axes_left() if self._may_run_ahead(axis, touched[axis])]
+            if not axes:
+                return
+            self._fetch(axes)
+
+    def _may_run_ahead(self, axis: Axis, touched: int) -> bool:
+        # One shard more if all that were fetched have arrived: else the link is idle while they wait.
+        have_landed = self.fetched[axis] == self.here[axis]
+        return self._is_open(axis) and self.fetched[axis] - touched.bit_count() < self.most_ahead + have_landed
+
+    def _is_open(self, axis: Axis) -> bool:
+        """False where a shard of this axis should not be fetched yet."""
+        return True
+
+    def _fetch(self, axes: list[Axis]) -> None:
+        """Fetch the next row or the next column, whichever of these axes unlocks more blocks for its cost."""
+        other_rows = self.fetched["row"] - 1
+        unlocks: dict[Axis, int] = {"col": other_rows + self.own_row_weight, "row": self.fetched["col"]}
+        axis = max(axes, key=lambda axis: unlocks[axis] / self.fetch_cost[axis])
+        self.moves += [Fetch(kind, self.fetched[axis]) for kind in self.inputs[axis]]
+        self.fetched[axis] += 1
+        self.arrivals.append((self._occupy_link(self.fetch_cost[axis]), axis))
+
+    def wait(self) -> None:
+        """Advance the clock to the next arrival."""
+        self.now = max(self.now, self.arrivals[0][0])
+        self._land()
+
+    def _occupy_link(self, cost: float) -> float:
+        self.link_free = max(self.link_free, self.now) + cost
+        return self.link_free
+
+    def _land(self) -> None:
+        while self.arrivals and self.arrivals[0][0] <= self.now:
+            self.here[self.arrivals.pop(0)[1]] += 1
+
+    # Compute
+
+    @property
+    def is_all_here(self) -> bool:
+        return self.here == self.sizes
+
+    def rows_here(self) -> list[int]:
+        """Rows that have arrived. This rank's own row comes last: it is not sent, so no rank waits for it."""
+        return [*range(1, self.here["row"]), 0]
+
+    def meet(self, call: Rectangle) -> None:
+        rows, cols = offsets_of(call[0]), offsets_of(call[1])
+        for row in rows:
+            self.done[row] |= call[1]
+            self.left["row"][row] -= len(cols)
+        for col in cols:
+            self.left["col"][col] -= len(rows)
+        self.blocks_left -= len(rows) * len(cols)
+        self.touched = self.touched_after(call)
+        self.now += self.costs.of_call(*call)
+        self.moves.append(Meet(rows, cols))
+        self._complete()
+        self._land()
+
+    def touched_after(self, call: Rectangle) -> dict[Axis, int]:
+        return {"row": self.touched["row"] | call[0], "col": self.touched["col"] | call[1]}
+
+    def _complete(self) -> None:
+        for axis, kind in self.results.items():
+            while (offset := self.next_return[axis]) < self.sizes[axis] and not self.left[axis][offset]:
+                self.complete.append(Return(kind, offset))
+                self.next_return[axis] += 1
+
+    def next_to_complete(self, axis: Axis) -> tuple[int, float]:
+        """Offset and worth. This rank's own row or column comes last: it is not sent, so no rank waits for it."""
+        if axis not in self.results:
+            return 0, -1.0
+        offset = self.next_return[axis]
+        if offset < self.sizes[axis]:
+            return offset, self.costs.of(self.results[axis]) / self.left[axis][offset]
+        return 0, 0.0 if self.left[axis][0] else -1.0
 
 
-def _counted_moves(
+def mask_of(offsets: Iterable[int]) -> int:
+    return sum([1 << offset for offset in offsets])
+
+
+def offsets_of(mask: int) -> tuple[int, ...]:
+    offsets = []
+    while mask:
+        offsets.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return tuple(offsets)
+
+
+# Calls of a number of blocks
+
+
+def counted_moves(
     tile: Tile, direction: Direction, costs: Costs, blocks_per_call: int, held_kinds: tuple[Kind, ...]
 ) -> tuple[Move, ...]:
-    shortest, moves = float("inf"), list[Move]()
-    for own_row_weight in OWN_ROW_WEIGHTS:
-        order = CountedOrder(tile, direction, costs, blocks_per_call, held_kinds, own_row_weight)
+    """Every move except the returns of a rank's own row and column. Calls have no price."""
+    shortest, moves = inf, list[Move]()
+    for weight in OWN_ROW_WEIGHTS:
+        order = CountedOrder(tile, direction, costs, held_kinds, own_row_weight=weight, most_ahead=blocks_per_call)
         makespan = order.complete_all()
         if makespan < shortest * _WORTH_A_CHANGE:
             shortest, moves = makespan, order.moves
@@ -74,19 +258,11 @@ smaller gain."""
 
 
 class CountedOrder(Order):
-    """A schedule in the making whose calls have at least `blocks_per_call` blocks."""
+    """A schedule in the making whose calls have at least `blocks_per_call` blocks. As many shards may be ahead."""
 
-    def __init__(
-        self,
-        tile: Tile,
-        direction: Direction,
-        costs: Costs,
-        blocks_per_call: int,
-        held_kinds: tuple[Kind, ...],
-        own_row_weight: int,
-    ) -> None:
-        super().__init__(tile, direction, costs, held_kinds, own_row_weight=own_row_weight, most_ahead=blocks_per_call)
-        self.blocks_per_call = blocks_per_call
+    @property
+    def blocks_per_call(self) -> int:
+        return self.most_ahead
 
     def choose(self) -> Rectangle | None:
         call = self._ready_call()

@@ -22,22 +22,23 @@ from typing_extensions import Unpack
 
 from mesh_attention.clusters import UNKNOWN
 from mesh_attention.errors import ScheduleError
-from mesh_attention.plan.assignment import AXES, Assignment, Axis
+from mesh_attention.plan.assignment import AXES, Assignment, Axis, Tile
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan, PlanRequest
-from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return, Schedule
+from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return, Route, Schedule
 from mesh_attention.plan.steps import AXIS_OF, DIRECTIONS, INPUTS, OUTPUTS, Direction, Kind
 from mesh_attention.planners.choice import Choice, ChoiceOptions, as_choice
+from mesh_attention.planners.cost_based import ONE_SIZE, Sizes, cost_based_moves
 from mesh_attention.planners.costs import Costs, block_flops, estimate_costs, even_costs, shard_sizes
-from mesh_attention.planners.greedy import greedy_moves
+from mesh_attention.planners.greedy import counted_moves
 from mesh_attention.planners.waves import brings_input, in_waves
 from mesh_attention.prices import meet_seconds, merge_nbytes
 from mesh_attention.problem import Problem
 
 Planner = Callable[..., Plan]
 """``planner(problem, direction=…, layout=…)`` gives a plan."""
-Price = Callable[[Problem, Choice, Direction], Costs]
+CostsOf = Callable[[Problem, Choice, Direction], Costs]
 """Costs of a resolved choice: what transfers, and perhaps calls, take on some machine."""
 
 
@@ -106,7 +107,7 @@ class StatedStrategy:
             return self.planner(request.problem, direction=direction, layout=request.layout)
         choice = replace(self.choice, layout=request.layout)
         if request.on_gpu and self.costs is None and choice.blocks_per_call is None:
-            return make_priced_plan(request.problem, choice, direction, gpu_price)  # one block a call is too small
+            return make_cost_based_plan(request.problem, choice, direction, gpu_costs)  # one block a call is too small
         return make_plan(request.problem, choice, direction=direction, costs=self.costs)
 
 
@@ -177,19 +178,21 @@ def _trade_heads(moves: Iterable[Move], direction: Direction, inputs: Iterable[K
     )
 
 
-def make_priced_plan(problem: Problem, choice: Choice, direction: Direction, price: Price) -> Plan:
-    """The plan of one pass in the order that suits a machine: resolve the choice, price it, plan it."""
-    resolved, costs = priced(problem, choice, direction, price)
+def make_cost_based_plan(problem: Problem, choice: Choice, direction: Direction, costs_of: CostsOf) -> Plan:
+    """The plan of one pass in the order that suits a machine: resolve the choice, ask for its costs, plan it."""
+    resolved, costs = with_costs(problem, choice, direction, costs_of)
     return make_plan(problem, resolved, direction=direction, costs=costs)
 
 
-def priced(problem: Problem, choice: Choice, direction: Direction, price: Price | None) -> tuple[Choice, Costs | None]:
-    """The choice resolved, and its costs; None for collectives, which have none, or without a price."""
+def with_costs(
+    problem: Problem, choice: Choice, direction: Direction, costs_of: CostsOf | None
+) -> tuple[Choice, Costs | None]:
+    """The choice resolved, and its costs; None for collectives, which have none, or if nothing states them."""
     resolved = choice.resolved(problem, direction)
-    return resolved, None if price is None or resolved.is_collective else price(problem, resolved, direction)
+    return resolved, None if costs_of is None or resolved.is_collective else costs_of(problem, resolved, direction)
 
 
-def gpu_price(problem: Problem, choice: Choice, direction: Direction) -> Costs:
+def gpu_costs(problem: Problem, choice: Choice, direction: Direction) -> Costs:
     """Costs on a GPU of which no more is known: those of transfers, and the prices of launches and of running sums."""
     assignment, device = choice.assignment, UNKNOWN.device
     costs, sizes = estimate_costs(problem, assignment, direction), shard_sizes(problem, assignment)
@@ -228,6 +231,28 @@ def mesh_moves(
     if choice.route == "ring":
         moves = _with_early_entries(moves, assignment)
     return moves
+
+
+def greedy_moves(
+    tile: Tile,
+    direction: Direction,
+    *,
+    costs: Costs,
+    blocks_per_call: int | None = None,
+    held_kinds: tuple[Kind, ...] = (),
+    route: Route = "direct",
+    sizes: Sizes = ONE_SIZE,
+) -> tuple[Move, ...]:
+    """The moves of one tile, from its own block to the last partial returned. Kinds in `held_kinds` are not fetched.
+
+    If `blocks_per_call` is None, calls are cost-based: each is sized by its price, or is one block if `costs` has no
+    costs of calls. If it is a number, costs of calls are ignored.
+    """
+    if blocks_per_call is None and costs.has_call_costs:
+        moves = cost_based_moves(tile, direction, costs=costs, sizes=sizes, held_kinds=held_kinds, route=route)
+    else:
+        moves = counted_moves(tile, direction, costs.without_call_costs(), blocks_per_call or 1, held_kinds)
+    return (*moves, *(Return(kind, 0) for kind in OUTPUTS[direction]))
 
 
 def _with_early_entries(moves: tuple[Move, ...], assignment: Assignment) -> tuple[Move, ...]:

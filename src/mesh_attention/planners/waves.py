@@ -22,7 +22,7 @@ from mesh_attention.plan.assignment import Assignment
 from mesh_attention.plan.schedule import Fetch, GroupMove, Meet, Move, Return, Route
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, Direction, Kind
 from mesh_attention.planners.costs import Costs
-from mesh_attention.planners.schedule_builder import mask_of
+from mesh_attention.planners.greedy import mask_of
 
 
 class Timed(NamedTuple):

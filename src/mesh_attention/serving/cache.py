@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.errors import ProblemError, UsageError
 from mesh_attention.plan.buffer_sizes import BLOCK_TOKENS, blocks_of_rank
-from mesh_attention.planners.decoded_step import COMBININGS, MOST_DECODED, QUERIES, Combining, Queries
+from mesh_attention.planners.over_cache import COMBININGS, MOST_DECODED, QUERIES, Combining, Queries
 from mesh_attention.problem import check_whole
 from mesh_attention.serving.book import BlockPool, Book, WindowSize
 from mesh_attention.serving.decoded_step import DTYPE_NAMES, Step
 from mesh_attention.serving.memory import CachedLayer, CacheMemory, cache_nbytes
-from mesh_attention.serving.new_tokens import (
-    CREATED,
-    EXTENDED,
-    FORKED,
-    REMOVED,
-    RESERVED,
-    TRUNCATED,
-    Growth,
-    checked_new_tokens,
-)
+from mesh_attention.serving.new_tokens import Growth, checked_new_tokens
 from mesh_attention.serving.step_runner import StepRunner
 from mesh_attention.serving.turn import Turn
 from mesh_attention.session.agreement import Statement
 from mesh_attention.units import brief, count, format_nbytes
 
 AnyTurn = TypeVar("AnyTurn", Turn, Step)
+Deed = Literal["created", "removed", "truncated", "forked", "extended", "reserved", "attended"]
 
 
 class ShardedCache:
@@ -127,7 +119,7 @@ class ShardedCache:
         for window, number in blocks.items():
             self.book.pools[window].grow(number)
         self.tokens, self.most_sequences = tokens, sequences
-        self.note(RESERVED, tokens, sequences)
+        self.note("reserved", tokens, sequences)
 
     def __repr__(self) -> str:
         held = sum(self.length(number) for number in self.book.entries)
@@ -150,7 +142,7 @@ class ShardedCache:
     def new(self) -> int:
         """A new, empty sequence, as the number by which other calls know it."""
         self._refuse_one_more()
-        self.note(CREATED)
+        self.note("created")
         return self.book.new()
 
     def length(self, sequence: int) -> int:
@@ -160,7 +152,7 @@ class ShardedCache:
     def remove(self, sequence: int) -> None:
         """Forget a sequence."""
         self.book.remove(sequence)
-        self.note(REMOVED, sequence)
+        self.note("removed", sequence)
         self._end_turn_of(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -170,7 +162,7 @@ class ShardedCache:
         """
         check_whole(UsageError, least=0, length=length)
         self.book.truncate(sequence, length)
-        self.note(TRUNCATED, sequence, length)
+        self.note("truncated", sequence, length)
         self._end_turn_of(sequence)
 
     def fork(self, sequence: int) -> int:
@@ -178,7 +170,7 @@ class ShardedCache:
         self.book.entry(sequence)
         self._refuse_one_more()
         self._refuse_unfinished()
-        self.note(FORKED, sequence)
+        self.note("forked", sequence)
         return self.book.fork(sequence)
 
     def _refuse_one_more(self) -> None:
@@ -213,7 +205,7 @@ class ShardedCache:
 
         If queries are ``replicated``, every rank runs the same tokens; if they are ``sharded``, each rank runs some of
         the sequences. `combine` is how ranks combine their partial results: ``reduce_scatter``, or for replicated
-        queries also ``all_gather``; by default what suits their size (see `planners.decoded_step`).
+        queries also ``all_gather``; by default what suits their size (see `planners.over_cache`).
 
         If sequences get different numbers of tokens, the step's tensors are (1, tokens, heads, dim): the tokens of all
         sequences one after the other.
@@ -231,9 +223,10 @@ class ShardedCache:
             )
         return self._begun(Step(self, self._extended(new, is_decoded=True), queries, combine))
 
-    def note(self, *numbers: int) -> None:
+    def note(self, what: Deed, *numbers: int) -> None:
         """Add to the history what was done, and to which sequences, tokens or layer."""
-        self.history = hash((self.history, *numbers))
+        # As a number: hashes of texts differ from process to process.
+        self.history = hash((self.history, get_args(Deed).index(what), *numbers))
 
     def _begun(self, turn: AnyTurn) -> AnyTurn:
         self.last = turn.attended
@@ -265,7 +258,7 @@ class ShardedCache:
         for memory in self.memories:
             memory.copy(self.book.copied)
         self.book.copied.clear()
-        self.note(EXTENDED, int(is_decoded), *(number for pair in checked.items() for number in pair))
+        self.note("extended", int(is_decoded), *(number for pair in checked.items() for number in pair))
         return {number: Growth(before[number], self.book.entries[number]) for number in checked}
 
 

@@ -12,7 +12,7 @@ from mesh_attention.arguments import CallOptions
 from mesh_attention.execution.autograd import without_autocast
 from mesh_attention.kernels.base import DTYPES
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, even, plan_decode
+from mesh_attention.planners.over_cache import Combining, Queries, StepShape, even, plan_decode
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.new_tokens import Appended, Growth
 from mesh_attention.serving.step_runner import LayerStep, StepBuffers
@@ -142,9 +142,12 @@ class Step(Appended):
 
     def _begin_pass(self, layer_step: LayerStep) -> Tensor | None:
         """The id of this layer's pass: which layer, attended and merged how, in which cache, after which history."""
-        number = hash((layer_step.call_id, self.cache.history)) & 0xFFFFFFFFFFFF  # of numbers: as on other ranks
+        number = hash((layer_step.stated.call_id, self.cache.history)) & 0xFFFFFFFFFFFF  # of numbers: as on other ranks
         session, device = self.cache.attention.session, self.cache.device
-        return session.begin_pass(number, device, forward_pass=self.fingerprint)
+        describe = None if layer_step.buffers.comms[0].is_capturable else layer_step.describe
+        return session.begin_pass(
+            number, device, forward_pass=self.fingerprint, describe=describe, call=layer_step.stated
+        )
 
     def reach(self, rank: int, window: WindowSize) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """For each row and query, the first token of this rank that it sees, and one past the last; then the slot of

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from mesh_attention.serving.cache import ShardedCache
 
 
-CREATED, REMOVED, TRUNCATED, FORKED, EXTENDED, RESERVED, ATTENDED = range(1, 8)
-"""What a cache's history notes; whole numbers, because hashes of texts differ from process to process."""
-
-
 @dataclass(frozen=True, slots=True)
 class Growth:
     """A sequence before and after its new tokens."""
@@ -70,7 +66,7 @@ class Appended(ABC):
         options = CallOptions(softmax_scale=softmax_scale, softcap=softcap)
         outs, lses = self._attend(layer, (q, k, v), options, return_lse)
         self.attended.add(layer)
-        self.cache.note(ATTENDED, layer)
+        self.cache.note("attended", layer)
         if self.cache.attention.is_local:
             return (outs, lses) if return_lse else outs
         return (outs[0], lses[0]) if return_lse else outs[0]

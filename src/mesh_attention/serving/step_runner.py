@@ -1,30 +1,30 @@
 """Runs decoded steps: buffers, tables of blocks on the device, and with CUDA graphs one graph for each layer.
 
 All of it lives as long as the shapes of steps recur, so a step plans nothing and allocates little. The steps
-themselves are in `serving.decoded_step`, their plans in `planners.decoded_step`.
+themselves are in `serving.decoded_step`, their plans in `planners.over_cache`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mesh_attention.arguments import Softmax
-from mesh_attention.comm.base import Comm
+from mesh_attention.comm.base import Comm, posts_apart
 from mesh_attention.execution.buffers import Buffer, Fields
-from mesh_attention.execution.compiled import compile_program, peers_of
+from mesh_attention.execution.compiled import compile_program, describe_post, peers_of
 from mesh_attention.execution.executor import Executor
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.kernels.base import DTYPES, Demand
 from mesh_attention.kernels.decode import Blocks, DecodeKernel, Reach, TorchDecode, choose_decode
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import Item
-from mesh_attention.planners.decoded_step import Combining, Queries, StepShape, plan_decode
+from mesh_attention.planners.over_cache import Combining, Queries, StepShape, plan_decode
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.memory import CachedLayer, CacheMemory
 from mesh_attention.session.agreement import Statement
@@ -143,7 +143,8 @@ class StepBuffers:
         return Executor(
             compiled=self.programs[number],
             comm=self.comms[number],
-            inputs={"q": _as_fields(tensors)},
+            # Of all tokens of a step, (sequences, tokens, heads, dim), as fields of a batch of one.
+            inputs={"q": {n: x.flatten(0, 1).transpose(0, 1)[None] for n, x in zip("qkv", tensors, strict=True)}},
             device=self.device,
             cache=cache,
             pool=self.pools[number],
@@ -166,7 +167,8 @@ class LayerStep:
         self.buffers, self.layer, self.window, self.softmax = buffers, layer, cached.window, softmax
         must_match = {"operation": "a decoded step", "layer": str(layer), "plan": buffers.plan.digest}
         must_match |= {"shape": str(buffers.shape), "cached layer": str(cached), "softmax": str(softmax)}
-        self.call_id = Statement(must_match=must_match).call_id
+        self.stated = Statement(must_match=must_match)
+        self.describe = partial(describe_post, buffers.programs[0], posts_apart(buffers.comms[0]))
         self.seen: set[bool] = set()
         self.graphs: dict[bool, CapturedGraph[list[Fields]]] = {}
         """With a pass id, and without one."""
@@ -250,8 +252,3 @@ class StepRunner:
         """Forget all buffers and graphs, which refer to memory that is about to move."""
         for kept in (self.by_shape, self.layers, self.ready):
             kept.clear()
-
-
-def _as_fields(tensors: Sequence[Tensor]) -> Fields:
-    """q, k and v of all tokens of a step, (sequences, tokens, heads, dim), as fields of a batch of one."""
-    return {name: x.flatten(0, 1).transpose(0, 1)[None] for name, x in zip("qkv", tensors, strict=True)}

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 ShardSizes = Callable[[int], Mapping[str, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Statement:
     """What one rank states to all ranks of its group.
 
@@ -44,7 +45,7 @@ class Statement:
     payload: Any = None
     advice: str = ""
 
-    @property
+    @cached_property
     def call_id(self) -> int:
         """A hash of what must match, equal on all ranks that have agreed."""
         return int.from_bytes(sha256(json.dumps(dict(self.must_match)).encode()).digest()[:6], "big")
@@ -87,15 +88,15 @@ def _text(statement: Statement, *, refusal: str | None = None) -> str:
 
     message = {
         "version": __version__,
-        "must_match": {name: _truncated(value, MAX_VALUE_LENGTH) for name, value in statement.must_match.items()},
+        "must_match": {name: truncated(value, MAX_VALUE_LENGTH) for name, value in statement.must_match.items()},
         "holds": dict(statement.holds),
-        "refusal": None if refusal is None else _truncated(refusal, MAX_REFUSAL_LENGTH),
+        "refusal": None if refusal is None else truncated(refusal, MAX_REFUSAL_LENGTH),
         "payload": statement.payload,
     }
     return json.dumps(message)
 
 
-def _truncated(text: str, length: int) -> str:
+def truncated(text: str, length: int) -> str:
     """The text, short enough to be shared in one message, and still different for different texts."""
     if len(text) <= length:
         return text
@@ -105,28 +106,39 @@ def _truncated(text: str, length: int) -> str:
 def _verdict(messages: Sequence[Mapping[str, Any]], expected: ShardSizes | None) -> str | None:
     """Why ranks disagree, the same on every rank; None if they agree."""
     versions = [{"version": message["version"]} for message in messages]
-    if difference := find_difference(versions):
+    if difference := find_difference(dict(enumerate(versions))):
         return f"ranks run different versions of mesh-attention: {difference}; install the same one on every rank"
     for rank, message in enumerate(messages):
         if message["refusal"] is not None:
             return f"rank {rank} refused the call: {message['refusal']}"
-    if difference := find_difference([message["must_match"] for message in messages]):
-        return f"ranks were called with different arguments: {difference}"
+    calls = [message["must_match"] for message in messages]
+    if difference := find_difference(dict(enumerate(calls))):
+        advice = lengths_advice(calls, [message["holds"] for message in messages])
+        return f"ranks were called with different arguments: {difference}{advice}"
     return None if expected is None else find_misfit([message["holds"] for message in messages], expected)
 
 
-def find_difference(statements: Sequence[Mapping[str, str]]) -> str | None:
+def find_difference(statements: Mapping[int, Mapping[str, str]]) -> str | None:
     """The first name whose value differs between ranks, with its values; None if all agree."""
-    if all(statement == statements[0] for statement in statements):
+    if len({tuple(statement.items()) for statement in statements.values()}) == 1:
         return None
-    for name in dict.fromkeys(name for statement in statements for name in statement):
+    for name in dict.fromkeys(name for statement in statements.values() for name in statement):
         ranks_by_value: dict[str, list[int]] = {}
-        for rank, statement in enumerate(statements):
+        for rank, statement in statements.items():
             ranks_by_value.setdefault(statement.get(name, "nothing"), []).append(rank)
         if len(ranks_by_value) > 1:
             parts = (f"{value} on rank(s) {format_numbers(ranks)}" for value, ranks in ranks_by_value.items())
             return f"{name} is {', but '.join(parts)}"
     return None
+
+
+def lengths_advice(calls: Sequence[Mapping[str, str]], holds: Sequence[Mapping[str, int]]) -> str:
+    """What to give if ranks inferred different lengths from what they hold; empty if that is not the difference."""
+    for side, length, option in (("q", "seq_q", "seq_len"), ("kv", "seq_kv", "seq_len_k")):
+        if len({call.get(length) for call in calls}) > 1 and all(side in held for held in holds):
+            tokens = sum(held[side] for held in holds)
+            return f". Together they hold {tokens} tokens of {side}; if that is the sequence, give {option}={tokens}"
+    return ""
 
 
 def find_misfit(holds: Sequence[Mapping[str, int]], expected: ShardSizes) -> str | None:

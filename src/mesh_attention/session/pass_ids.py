@@ -60,12 +60,13 @@ class CheckedComm(Wrapper):
     posts: list[Post] | None = None
 
     def watch(self, device: torch.device, history: int, direction: str, describe: Describe) -> None:
-        """Watch the pass that begins now, if its transfers run on a device. Not one that the caller captures."""
-        if not self.is_capturable or is_capturing(device):
+        """Watch the pass that begins now. Not one that the caller captures."""
+        if is_capturing(device):
             return
         watchdog = self.state.watchdog(self.inner, device)
         if watchdog is not None:
-            self.watched = WatchedPass(self.state.passes, history, direction, describe)
+            is_driven = not self.is_capturable
+            self.watched = WatchedPass(self.state.passes, history, direction, describe, is_driven=is_driven)
             watchdog.begin(self.watched)
 
     def open(self, pass_id: Tensor, history: int) -> None:
@@ -77,13 +78,18 @@ class CheckedComm(Wrapper):
         self.informed, self.landings = set(), {}
 
     def post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
+        if self.posts is None:
+            return self._post(sends, recvs)
+        index, now = len(self.posts), time.monotonic()
+        self.posts.append((now, None))  # first, because posting may block or raise
+        work = self._post(sends, recvs)
+        self.posts[index] = (now, getattr(work, "works", ()))
+        assert self.watched is not None
+        return _Awaited(work, self.watched, index) if self.watched.is_driven else work
+
+    def _post(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> Work:
         if self.pass_id is None or self.is_capturable:
-            if self.posts is None:
-                return self.inner.post(sends, recvs)
-            self.posts.append((time.monotonic(), None))  # first, because posting may block or raise
-            work = self.inner.post(sends, recvs)
-            self.posts[-1] = (self.posts[-1][0], getattr(work, "works", ()))
-            return work
+            return self.inner.post(sends, recvs)
         sends, recvs = ([parcel._replace(tag=self.tag) for parcel in parcels] for parcels in (sends, recvs))
         dests, sources = {parcel.peer for parcel in sends}, {parcel.peer for parcel in recvs}
         new_dests, new_sources = sorted(dests - self.informed), sorted(sources - self.landings.keys())
@@ -108,10 +114,26 @@ class CheckedComm(Wrapper):
         pass_id, comm = self.pass_id, innermost(self.inner)
         if self.watched is not None:
             self.watched.closed = time.monotonic()
+            self.state.passes_over += self.watched.is_driven
         if self.is_capturable and isinstance(comm, TorchComm):
             comm.reduce_to_largest(pass_id)
             self.state.poison(pass_id.device).check(pass_id, results, counts=self.watched is not None)
         self.pass_id, self.landings, self.posts = None, {}, None
+
+
+class _Awaited:
+    """A post of a pass; the host tells the watchdog when it waits for it."""
+
+    def __init__(self, work: Work, watched: WatchedPass, index: int) -> None:
+        self.work, self.watched, self.index = work, watched, index
+
+    def is_done(self) -> bool:
+        return self.work.is_done()
+
+    def wait(self) -> None:
+        self.watched.awaited = self.index, time.monotonic()
+        self.work.wait()
+        self.watched.awaited = None
 
 
 def _id_parcel(pass_id: Tensor, rank: int) -> Parcel:

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
+from mesh_attention.session.agreement import find_difference, lengths_advice
+
 DIFFERENT_CALLS = "every rank must make the same calls in the same order"
 
 
@@ -19,7 +21,9 @@ class Report:
 
     `hashes` are those of passes under way and of the latest ones, by number; ranks in the same calls have equal ones.
     `at` names the step it waits at, in the pass `number`, for the ranks `waits_for`; it is empty if the rank does not
-    wait. `failure` is why it gave up, in words that any rank can repeat.
+    wait. `call` is what must match of the call that it began last, `holds` its token counts there, and `refusal` why it
+    refuses that call. `gone` are ranks on its host whose processes were killed or are stopped. `has_left` says that it
+    has come to its end, and `failure` why it gave up, in words that any rank can repeat.
     """
 
     rank: int
@@ -29,6 +33,13 @@ class Report:
     number: int = 0
     at: str = ""
     waits_for: tuple[int, ...] = ()
+    call: Mapping[str, str] = field(default_factory=dict)
+    holds: Mapping[str, int] = field(default_factory=dict)
+    refusal: str = ""
+    host: str = ""
+    pid: int = 0
+    gone: tuple[int, ...] = ()
+    has_left: bool = False
     failure: str = ""
 
     def to_text(self) -> str:
@@ -38,7 +49,7 @@ class Report:
     def from_text(cls, text: str) -> Report:
         fields = json.loads(text)
         fields["hashes"] = {int(number): value for number, value in fields["hashes"].items()}
-        return cls(**{**fields, "waits_for": tuple(fields["waits_for"])})
+        return cls(**{**fields, "waits_for": tuple(fields["waits_for"]), "gone": tuple(fields["gone"])})
 
 
 class Verdict(NamedTuple):
@@ -63,12 +74,15 @@ def judge(own: Report, others: Mapping[int, Report], silent: Collection[int]) ->
         return Verdict(failed.failure, here, True)
     if different := find_different_calls({own.rank: own, **others}):
         return Verdict(f"{different}; {DIFFERENT_CALLS}", here, True)
-    if silent:
-        verb = "does not answer: its process has" if len(silent) == 1 else "do not answer: their processes have"
-        return Verdict(f"{_ranks(silent)} {verb} ended or stopped", here, False)
+    gone = {rank for report in (own, *others.values()) for rank in report.gone}
+    if missing := gone or silent:
+        verb = "does not answer: its process has" if len(missing) == 1 else "do not answer: their processes have"
+        return Verdict(f"{_ranks(missing)} {verb} ended or stopped", here, bool(gone))
     if late := [rank for rank, other in others.items() if own.number > other.passes]:
         verb = "has" if len(late) == 1 else "have"
         return Verdict(f"{_ranks(late)} {verb} not begun pass {own.number}", here, False)
+    if absent := [rank for rank, other in others.items() if not own.number and own.sharings > other.sharings]:
+        return Verdict(f"{_ranks(absent)} did not take part when ranks compared their calls", here, False)
     if slow := sorted(_waited_for(own, others)):
         verb = "is" if len(slow) == 1 else "are"
         return Verdict(f"{_ranks(slow)} {verb} in pass {own.number} too, but not as far", here, False)
@@ -90,13 +104,27 @@ def find_different_calls(reports: Mapping[int, Report]) -> str | None:
         if len(calls) > 1:
             minority, *_, majority = sorted(calls.values(), key=lambda ranks: (len(ranks), [-rank for rank in ranks]))
             verb = "makes" if len(minority) == 1 else "make"
-            return f"{_ranks(minority)} {verb} a different call from {_ranks(majority)} in pass {number}"
+            different = f"{_ranks(minority)} {verb} a different call from {_ranks(majority)} in pass {number}"
+            return different + _difference(
+                {rank: report for rank, report in reports.items() if report.passes == number}
+            )
     for ahead in reports.values():
         for other in reports.values():
             if ahead.sharings > other.sharings and ahead.passes < other.passes:
+                if ahead.refusal:
+                    return f"rank {ahead.rank} refused the call: {ahead.refusal}"
                 agreeing = f"rank {ahead.rank} is agreeing on a new call"
-                return f"{agreeing}, but rank {other.rank} is running one that it already knows"
+                return f"{agreeing}, but rank {other.rank} is running one that it already knows{_difference(reports)}"
     return None
+
+
+def _difference(reports: Mapping[int, Report]) -> str:
+    """The first argument that differs between the calls of some ranks, as the end of a sentence."""
+    known = {rank: report for rank, report in sorted(reports.items()) if report.call}
+    if (difference := find_difference({rank: report.call for rank, report in known.items()})) is None:
+        return ""
+    advice = lengths_advice([report.call for report in known.values()], [report.holds for report in known.values()])
+    return f": {difference}{advice if len(known) == len(reports) else ''}"
 
 
 def _waited_for(own: Report, others: Mapping[int, Report]) -> set[int]:

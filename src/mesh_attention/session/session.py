@@ -6,6 +6,7 @@ gives every pass its id, connects ranks before they need it, and refuses further
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,12 +20,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mesh_attention.comm.base import Comm, Work, drive, drive_together, innermost
 from mesh_attention.comm.local import LocalComm, LocalGroup
-from mesh_attention.comm.torch_dist import START_AGAIN, Group, TorchComm, comm_for, store_of, torch_group
+from mesh_attention.comm.torch_dist import START_AGAIN, Group, TorchComm, backends, comm_for, store_of, torch_group
 from mesh_attention.errors import DisagreementError, TransportError, UsageError
 from mesh_attention.session.agreement import Statement, agree, tell
 from mesh_attention.session.pass_ids import NEW_GROUP, CheckedComm, Describe, make_pass_id
 from mesh_attention.session.poison import Poison
-from mesh_attention.session.watchdog import Watchdog, WatchedGroup
+from mesh_attention.session.watchdog import Waiting, Watchdog, WatchedDevice, WatchedGroup
 
 Result = TypeVar("Result")
 IS_TOLD = "_mesh_attention_is_told"
@@ -52,6 +53,8 @@ class Session:
             self.comms = [TorchComm(group)]  # type: ignore[arg-type]
         self.state = state_of(self.comms[0], forgets_failures=self.is_local or self.size == 1)
         self._on: dict[torch.device, list[Comm]] = {}
+        if not self.state.forgets_failures:
+            self.state.watchdog(self.comms[0], None)  # already now, because it tells the others of this process
 
     @property
     def rank(self) -> int:
@@ -95,7 +98,10 @@ class Session:
         """
         comms = self.comms if device is None else self.comms_on(device)
         try:
-            with self.call(UsageError, DisagreementError):
+            with (
+                self.call(UsageError, DisagreementError),
+                self.state.meet(statements[0], at=f"an agreement on {_operation(statements[0])}"),
+            ):
                 told = self.drive([agree(comm, own) for comm, own in zip(comms, statements, strict=True)])
         except DisagreementError as error:
             setattr(error, IS_TOLD, True)
@@ -120,8 +126,14 @@ class Session:
             return
         setattr(error, IS_TOLD, True)
         # If they cannot be told, the error itself is still what matters here.
-        with suppress(Exception), self.call(), _disable_current_modes():
-            tell(self._newest_comm(), error)
+        comm, refused = self._newest_comm(), Statement(must_match={"operation": "a refused call"})
+        with (
+            suppress(Exception),
+            self.call(),
+            self.state.meet(refused, error, at="telling the others"),
+            _disable_current_modes(),
+        ):
+            tell(comm, error)
 
     def _newest_comm(self) -> Comm:
         """The transport that other ranks listen on: NCCL shares texts on the device of their tensors."""
@@ -132,9 +144,12 @@ class Session:
     @property
     def failure(self) -> str | None:
         """Why nothing more is sent on this group; None while all is well, as far as the host knows."""
-        for poison in self.state.poisons.values():
-            self.state.failure = self.state.failure or poison.verdict()
-        return self.state.failure
+        state = self.state
+        for poison in state.poisons.values():
+            state.failure = state.failure or poison.verdict()
+        for watchdog in state.watchdogs.values():
+            state.failure = state.failure or (watchdog.verdict and watchdog.verdict.text)
+        return state.failure
 
     @contextmanager
     def call(self, *refusals: type[Exception]) -> Iterator[None]:
@@ -168,8 +183,7 @@ class Session:
         """Why a transfer failed, as far as the other ranks know; None if nobody was asked."""
         if not isinstance(error, TransportError):
             return None
-        watchdogs = [poison.watchdog for poison in self.state.poisons.values() if poison.watchdog is not None]
-        watchdogs_to_ask = [dog for dog in watchdogs if dog.verdict is not None or dog.is_in_a_pass]
+        watchdogs_to_ask = [dog for dog in self.state.watchdogs.values() if dog.verdict is not None or dog.is_busy]
         return next((why for dog in watchdogs_to_ask if (why := dog.explain(str(error)))), None)
 
     def _check_thread(self) -> None:
@@ -201,17 +215,20 @@ class Session:
         forward_pass: int | Tensor = 0,
         describe: Describe | None = None,
         direction: str = "forward",
+        call: Statement | None = None,
     ) -> Tensor | None:
         """The id of the pass that begins now, for its transport to compare; None where nothing needs comparing.
 
         `call_id` covers whatever must be equal on all ranks. The pass's id also covers all passes before it, and for a
-        backward pass the `forward_pass` it belongs to. With `describe`, the watchdog of the device watches the pass.
+        backward pass the `forward_pass` it belongs to. With `describe`, the watchdog watches the pass; `call` is what
+        it tells other ranks of it.
         """
         comm, state = self.comms_on(device)[0], self.state
         if not isinstance(comm, CheckedComm):
             return None
         on_device = device if comm.is_capturable else None
         state.passes += 1
+        state.call = call or Statement()
         known = int(forward_pass) if on_device is None else 0  # reading it from a device would wait
         state.history = hash((state.history, call_id, known))  # of whole numbers, so it is the same in every process
         pass_id = make_pass_id(state.passes, state.history, on_device, forward_pass)
@@ -252,6 +269,10 @@ class Session:
             comm.reach(dests, sources)
 
 
+def _operation(call: Statement) -> str:
+    return call.must_match.get("operation", "a call")
+
+
 def _is_faked() -> bool:
     """True if tensors are fake: then no rank sends anything."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -277,24 +298,48 @@ class GroupState:
     caches: int = 0
     """KV caches made so far."""
     poisons: dict[torch.device, Poison] = field(default_factory=dict)
+    watchdogs: dict[torch.device | None, Watchdog] = field(default_factory=dict)
+    """Those of devices over NCCL; by None the one of Gloo, for all devices."""
     thread: Thread | None = None
+    passes_over: int = 0
+    """Passes whose transfers the host has waited for."""
+    call: Statement = field(default_factory=Statement)
+    """What was begun last on this rank."""
+    refusal: str = ""
+    """Why this rank refuses it, while it tells the others."""
+    meeting: Waiting | None = None
+    """Where this rank waits for the others outside of passes."""
+
+    @contextmanager
+    def meet(self, call: Statement, error: Exception | None = None, *, at: str) -> Iterator[None]:
+        """Let the watchdog see that this rank waits outside of passes: in an agreement, to tell the others of an error,
+        or for their shards."""
+        self.call, self.refusal = call, "" if error is None else str(error)
+        self.meeting = Waiting(0, at, (), time.monotonic())
+        try:
+            yield
+        finally:
+            self.meeting, self.refusal = None, ""
 
     def poison(self, device: torch.device) -> Poison:
         if device not in self.poisons:
             self.poisons[device] = Poison(device)
         return self.poisons[device]
 
-    def watchdog(self, comm: Comm, device: torch.device) -> Watchdog | None:
-        """The watchdog of the passes on a device, by this transport's group.
+    def watchdog(self, comm: Comm, device: torch.device | None) -> Watchdog | None:
+        """The watchdog of this transport's group; over NCCL, of its passes on a device.
 
         None if the transport has no group, or the group no store in which ranks can ask each other.
         """
-        poison = self.poison(device)
-        if poison.watchdog is None:
-            group = torch_group(comm)
-            store = None if group is None else store_of(group)
-            poison.watchdog = None if store is None else Watchdog(WatchedGroup(comm, store, device, self))
-        return poison.watchdog
+        key = device if comm.is_capturable else None
+        if key not in self.watchdogs and (group := torch_group(comm)) is not None:
+            store, is_gloo = store_of(group), backends(group).get("cpu") == "gloo"
+            if store is not None and device is not None and comm.is_capturable:
+                self.watchdogs[key] = Watchdog(WatchedDevice(comm, store, self, device))
+                self.poison(device).watchdog = self.watchdogs[key]
+            elif store is not None and is_gloo:
+                self.watchdogs[key] = Watchdog(WatchedGroup(comm, store, self))
+        return self.watchdogs.get(key)
 
 
 _STATES: WeakKeyDictionary[Any, GroupState] = WeakKeyDictionary()

@@ -1,10 +1,14 @@
-"""The watchdog of a group whose transfers run on a device, as with NCCL, where the host does not see that a rank waits.
+"""The watchdog of a group: finds out why ranks wait for each other, and ends it where waiting cannot help.
 
-The device counts finished passes in host memory, so watching costs a pass nothing. If a pass does not finish for a
-while, this rank asks the others, through the group's store, what they are doing. Each of them answers from a thread of
-its own, even if its calls hang. A rank that has waited for too long, or learns that waiting cannot help, gives up: it
-logs why, tells the others, makes the results of the passes under way NaN, and aborts the group's transfers. Later calls
-raise. All this happens before the group's timeout, at which torch would end the process without naming a rank.
+If a rank waits for more than a moment, in a pass or in an agreement, it asks the others, through the group's store,
+what they are doing. Each of them answers from a thread of its own, even if its calls hang. A rank that learns that
+waiting cannot help, because ranks are in different calls or a process has ended, gives up: it tells the others and
+aborts the group's transfers. Later calls raise. A rank that is busy elsewhere is waited for, as long as the group's
+timeout says.
+
+Over NCCL the host does not see that a rank waits: the device counts finished passes in host memory, so watching costs a
+pass nothing. A rank that gives up makes the results of the passes under way NaN, and it also gives up shortly before
+the group's timeout, at which torch would end the process without naming a rank.
 
 Ranks that give up abort together: torch holds up the end of a process by a minute if its transfers failed because
 another rank aborted first.
@@ -15,13 +19,16 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Event, Thread
+from functools import cache
+from pathlib import Path
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -30,21 +37,22 @@ from torch._C._distributed_c10d import PrefixStore
 
 from mesh_attention.comm.base import Comm
 from mesh_attention.comm.torch_dist import has_failed, is_destroyed, patience_s, sharings_of, torch_group
+from mesh_attention.session.agreement import MAX_REFUSAL_LENGTH, MAX_VALUE_LENGTH, Statement, truncated
 from mesh_attention.session.pass_reports import Report, Verdict, describe, judge
 
 if TYPE_CHECKING:
     from mesh_attention.session.session import GroupState
 
 logger = logging.getLogger(__name__)
-TICK_S = 0.5
-STALL_S = 2.0
+TICK_S = 0.25
+STALL_S = 1.0
 """Seconds without progress after which a rank asks the others."""
-SILENT_S = 3.0
+SILENT_S = 2.0
 """Seconds without an answer after which a rank counts as silent."""
-SETTLE_S = 1.2
-"""Seconds for which a rank that gives up waits for the others to give up too, before it aborts."""
 MOST_HASHES = 16
 """Hashes in a report: of this many passes under way, and of as many begun last."""
+ABORT_TAG = 999_999
+"""Of a receive that nobody sends to."""
 STORE_IS_SILENT = "the group's store does not answer: the process that keeps it, often rank 0, has ended or stopped"
 Post = tuple[float, Sequence[Any] | None]
 """When transfers were posted, and torch's handles of them: None until torch returns them, or for ever if it raises."""
@@ -63,6 +71,10 @@ class WatchedPass:
     """None in a CUDA graph, whose transfers cannot be told apart."""
     closed: float | None = None
     """When all transfers were posted."""
+    is_driven: bool = False
+    """True if the host waits for its transfers, as over Gloo."""
+    awaited: tuple[int, float] | None = None
+    """Then, the post that it waits for now, and since when."""
 
     index: int = 0
     """Its place among the passes that are watched."""
@@ -75,6 +87,11 @@ class WatchedPass:
         Once transfers of the group have failed, torch calls all of them completed.
         """
         here = f"{self.direction} pass {self.number}"
+        if self.is_driven:
+            if (awaited := self.awaited) is None:
+                return None
+            step, peers = self.describe(awaited[0])
+            return Waiting(self.number, f"{here}, {step}", tuple(peers), awaited[1])
         if self.posts is None:
             return Waiting(self.number, here, (), self.began)
         while not has_failed and self.posts_over < len(self.posts) and _is_over(self.posts[self.posts_over]):
@@ -101,7 +118,7 @@ class Waiting:
 
 
 class Watchdog:
-    """Watches the passes of one group on one device for as long as the group exists."""
+    """Watches the passes and agreements of one group for as long as the group exists; over NCCL, on one device."""
 
     def __init__(self, group: WatchedGroup) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
@@ -112,11 +129,14 @@ class Watchdog:
         self.decided, self.is_over = Event(), Event()
         self.trouble: str | None = None
         """An error of this rank's transfers: the others are asked at once, and nobody waits for the patience."""
-        self.exchange = ReportExchange(group.rank, group.size, group.store)
+        self.gone: tuple[int, ...] = ()
+        self.has_left = self._has_told = False
+        self.exchange = ReportExchange(group.rank, group.size, group.store, group.kind, self.report)
         self._progress = (0, time.monotonic())
         self._asked: float | None = None
-        self._has_told = False
-        self._threads = [Thread(target=self._run, daemon=True), Thread(target=self.exchange.run, daemon=True)]
+        self._lock = Lock()
+        targets = (self._run, self.exchange.run)
+        self._threads = [Thread(target=target, name="mesh-attention watchdog", daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
         atexit.register(self.stop)
@@ -138,16 +158,17 @@ class Watchdog:
         return None if self.verdict is None else self.verdict.text
 
     @property
-    def is_in_a_pass(self) -> bool:
-        return self.group.passes_over() < self.begun
+    def is_busy(self) -> bool:
+        """True in a pass, and where ranks meet outside of passes."""
+        return self.group.passes_over() < self.begun or self.group.meeting() is not None
 
     def stop(self) -> None:
         """End it. If this rank's calls failed, the others are told first: its process may be about to end."""
         atexit.unregister(self.stop)
         self.is_over.set()
-        if not self._has_told and self._tell_failure():
-            self.exchange.has_told.wait(2 * TICK_S)
-        self.exchange.is_over.set()
+        self._leave()
+        self.exchange.has_told.wait(2 * TICK_S)
+        self.exchange.stop()
         for thread in self._threads:
             thread.join(2 * TICK_S)
 
@@ -162,24 +183,28 @@ class Watchdog:
                 logger.debug("the watchdog could not look", exc_info=True)
             if self.verdict is not None or not self.group.is_alive():
                 break
-        self.exchange.is_over.wait(SILENT_S)  # so that the others hear why
-        self.exchange.is_over.set()
+        if self.verdict is not None:
+            self.exchange.is_over.wait(SILENT_S)  # so that the others hear why
+        elif not self.is_over.is_set():
+            self._leave()
+            self.exchange.has_told.wait(SILENT_S)
+        self.exchange.stop()
         atexit.unregister(self.stop)  # or it would keep all this until the process ends
 
     def _look(self, now: float) -> None:
         over = self.group.passes_over()
         if over != self._progress[0] or over >= self.begun:  # a rank without passes under way is not stalled
             self._progress = (over, now)
-        has_failed = over < self.begun and self.group.has_failed()
-        waiting = self._oldest(over, has_failed=has_failed)
-        is_stalled = has_failed or now - self._progress[1] > STALL_S
-        self.exchange.report = self._report(waiting)
-        if not self._has_told:
-            self._tell_failure()
+        has_failed, waiting = self._waiting()
+        progress = waiting.since if waiting is not None and waiting.number == 0 else self._progress[1]
+        is_stalled = has_failed or now - progress > STALL_S
+        if not self._has_told and self.group.failure() is not None:
+            self._has_told = True
+            self.exchange.tell()  # although nobody asks yet
         self.exchange.is_asking = (waiting is not None and is_stalled) or self.trouble is not None
         others = self.exchange.others
         if any(other.failure for other in others.reports.values()):
-            self._give_up(judge(self.exchange.report, others.reports, ()))
+            self._give_up(judge(self.report(), others.reports, ()))
         elif self.exchange.is_asking:
             self._judge(waiting, others, now, has_failed=has_failed or self.trouble is not None)
         else:
@@ -191,25 +216,35 @@ class Watchdog:
         have_answered = len(others.heard) == self.size - 1 and min(others.heard.values()) > asked
         if now - asked < SILENT_S and not is_late and not have_answered:
             return
-        if now - self.exchange.heard > SILENT_S:  # then silence of other ranks says nothing about them
-            if has_failed or is_late:
-                self._give_up(Verdict(STORE_IS_SILENT, describe(self.exchange.report), True))
-            return
+        is_store_silent = now - self.exchange.heard > SILENT_S  # then silence of other ranks says nothing about them
         silent = [rank for rank, heard in others.heard.items() if now - max(heard, asked) > SILENT_S]
-        verdict = judge(self.exchange.report, others.reports, silent)
+        self.gone = tuple(rank for rank, other in others.reports.items() if _is_gone(other, is_silent=rank in silent))
+        if is_store_silent:
+            if has_failed or is_late or self.gone:
+                self._give_up(Verdict(STORE_IS_SILENT, describe(self.report()), True))
+            return
+        verdict = judge(self.report(), others.reports, silent)
         if self.trouble is not None and waiting is None and not verdict.is_certain and not silent:
             verdict = Verdict(self.trouble, verdict.here, True)  # nobody knows more
         if verdict.is_certain or is_late or (has_failed and (silent or now - asked > SILENT_S)):
             self._give_up(verdict, silent)
 
-    def _oldest(self, over: int, *, has_failed: bool) -> Waiting | None:
-        for watched in list(self.passes):
-            if watched.index >= over and (waiting := watched.waiting(has_failed=has_failed)):
-                return waiting
-        return None
+    def _waiting(self) -> tuple[bool, Waiting | None]:
+        """Whether this rank's transfers have failed, and where it waits."""
+        over = self.group.passes_over()
+        has_failed = over < self.begun and self.group.has_failed()
+        if (meeting := self.group.meeting()) is not None:
+            return has_failed, meeting
+        with self._lock:
+            under_way = (watched for watched in list(self.passes) if watched.index >= over)
+            waiting = (watched.waiting(has_failed=has_failed) for watched in under_way)
+            return has_failed, next((found for found in waiting if found is not None), None)
 
-    def _report(self, waiting: Waiting | None) -> Report:
+    def report(self) -> Report:
+        """What this rank is doing now."""
+        _, waiting = self._waiting()
         sharings, passes = self.group.counts()
+        call, refusal = self.group.latest_call()
         error = self.group.failure()
         own_failure = "" if error is None else f"rank {self.rank} failed: {error}"
         return Report(
@@ -221,48 +256,64 @@ class Watchdog:
             number=0 if waiting is None else waiting.number,
             at="" if waiting is None else waiting.at,
             waits_for=() if waiting is None else waiting.waits_for,
+            call={name: truncated(value, MAX_VALUE_LENGTH) for name, value in call.must_match.items()},
+            holds=call.holds,
+            refusal=truncated(refusal, MAX_REFUSAL_LENGTH),
+            host=this_host(),
+            pid=os.getpid(),
+            gone=self.gone,
+            has_left=self.has_left,
             failure=self.verdict.reason if self.verdict else own_failure,
         )
 
-    def _tell_failure(self) -> bool:
-        """Tell the others of an error of this rank's calls, although nobody asks yet; False if there is none."""
-        self._has_told = self.group.failure() is not None
-        if self._has_told:
-            self.exchange.report = self._report(None)
-            self.exchange.tell()
-        return self._has_told
+    def _leave(self) -> None:
+        """Tell the others that this rank makes no more calls, and of its failure if there was one."""
+        self.has_left = True
+        self.exchange.tell()
 
     def _give_up(self, verdict: Verdict, silent: Sequence[int] = ()) -> None:
         self.verdict = verdict
-        logger.error("%s. Results of this pass and later ones are NaN", verdict.text)
-        self.exchange.report = self._report(None)
         self.exchange.is_settling = True
         self.exchange.tell()
-        self.group.poison()
+        self.group.poison(verdict.text)
         self.decided.set()
-        end = time.monotonic() + SETTLE_S
+        end = time.monotonic() + self.group.settle_s
         while time.monotonic() < end and not self.exchange.have_given_up(silent):
             time.sleep(0.01)
         self.exchange.is_settling = False
-        if self.is_in_a_pass:
+        if self.is_busy:
             with suppress(Exception):
                 self.group.abort()
 
 
 class WatchedGroup:
-    """A group as its watchdog sees it: what is known of its passes on one device, and how to end them.
+    """A group as its watchdog sees it: what is known of its passes, and how to end them. This is one over Gloo.
 
     Refers to the process group weakly, because the watchdog's threads must not keep it alive.
     """
 
-    def __init__(self, comm: Comm, store: Any, device: torch.device, state: GroupState) -> None:
+    kind = "Gloo"
+    settle_s = 0.3
+    """Seconds for which a rank that gives up waits for the others to give up too, before it aborts."""
+
+    def __init__(self, comm: Comm, store: Any, state: GroupState) -> None:
         self.rank, self.size, self.store = comm.rank, comm.size, store
-        self._group, self._device, self._state = ref(torch_group(comm)), device, state
-        self.passes_over, self.poison = state.poison(device).passes_over, state.poison(device).give_up
+        self._group, self._state = ref(torch_group(comm)), state
+
+    def passes_over(self) -> int:
+        return self._state.passes_over
 
     def patience_s(self) -> float:
         """How long a rank may wait."""
-        return math.inf if (group := self._group()) is None else patience_s(group, self._device, spare_s=3.0)
+        return math.inf  # Gloo raises at the group's timeout
+
+    def meeting(self) -> Waiting | None:
+        """Where this rank waits for the others outside of passes."""
+        return self._state.meeting
+
+    def latest_call(self) -> tuple[Statement, str]:
+        """The call that this rank began last, and why it refuses it, if it does."""
+        return self._state.call, self._state.refusal
 
     def counts(self) -> tuple[int, int]:
         """The sharings and passes that this rank has begun on the group."""
@@ -272,13 +323,22 @@ class WatchedGroup:
         return counted
 
     def abort(self) -> None:
-        """End the transfers of the passes under way; may take long."""
-        if (group := self._group()) is not None:
-            group._get_backend(self._device).abort()
+        """End the transfers under way; may take long."""
+        if (group := self._group()) is None:
+            return
+        for peer in range(self.size):
+            # Gloo closes all connections of a group if one receive times out. One whose other end is closed does not.
+            if peer != self.rank:
+                nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+                with suppress(Exception):
+                    group.recv([nothing], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
+
+    def poison(self, reason: str) -> None:
+        """Make the results of passes under way unusable. Over Gloo, these raise."""
 
     def has_failed(self) -> bool:
-        """True if the backend has given up on the transfers."""
-        return (group := self._group()) is not None and has_failed(group, self._device)
+        """True if the backend has given up on the transfers; Gloo's raise then."""
+        return False
 
     def failure(self) -> str | None:
         """An error of this rank's calls."""
@@ -286,6 +346,35 @@ class WatchedGroup:
 
     def is_alive(self) -> bool:
         return (group := self._group()) is not None and not is_destroyed(group)
+
+
+class WatchedDevice(WatchedGroup):
+    """A group over NCCL, and its passes on one device."""
+
+    kind = "NCCL"
+    settle_s = 1.2
+
+    def __init__(self, comm: Comm, store: Any, state: GroupState, device: torch.device) -> None:
+        super().__init__(comm, store, state)
+        self._device, self._poison = device, state.poison(device)
+        self.passes_over = self._poison.passes_over  # type: ignore[method-assign]
+
+    def patience_s(self) -> float:
+        return math.inf if (group := self._group()) is None else patience_s(group, self._device, spare_s=3.0)
+
+    def meeting(self) -> Waiting | None:
+        return None  # its host waits with a patience of its own
+
+    def abort(self) -> None:
+        if (group := self._group()) is not None:
+            group._get_backend(self._device).abort()
+
+    def poison(self, reason: str) -> None:
+        logger.error("%s. Results of this pass and later ones are NaN", reason)
+        self._poison.give_up()
+
+    def has_failed(self) -> bool:
+        return (group := self._group()) is not None and has_failed(group, self._device)
 
 
 @dataclass
@@ -299,15 +388,16 @@ class OtherRanks:
 class ReportExchange:
     """Asks the other ranks for reports, and answers when they ask. A thread of its own: the store may not answer."""
 
-    def __init__(self, rank: int, size: int, store: Any) -> None:
-        self.rank, self.size, self.store = rank, size, store
-        self.report = Report(rank)
+    def __init__(self, rank: int, size: int, store: Any, kind: str, report: Callable[[], Report]) -> None:
+        self.rank, self.size, self.store, self.kind, self.report = rank, size, store, kind, report
         self.is_asking, self.is_settling = False, False
         self.heard = time.monotonic()
         self.others = OtherRanks()
         self.is_over, self.has_told, self._wake = Event(), Event(), Event()
-        self._beat, self._asked_by_others = 0, 0
+        self._beat, self._first_ask = 0, 0
+        self._asked_by_others = -1  # never the store's count, so the first turn tells who this is
         self._texts: dict[int, bytes] = {}
+        self._wake.set()  # to say at once who this is
 
     def run(self) -> None:
         store = None
@@ -316,16 +406,20 @@ class ReportExchange:
             self._wake.wait((0.01 if self.is_settling else TICK_S) * max(1.0, self.size / 64))
             self._wake.clear()
             try:
-                store = store or _own_store(self.store)
+                store = store or _own_store(self.store, self.kind)
                 self._turn(store)
                 self.heard = time.monotonic()
             except Exception:
                 logger.debug("the store does not answer", exc_info=True)
                 time.sleep(TICK_S)
 
+    def stop(self) -> None:
+        self.is_over.set()
+        self._wake.set()
+
     def tell(self) -> None:
         """Answer at once, although nobody asked."""
-        self._asked_by_others = -1  # never the store's count, so the next turn answers
+        self._asked_by_others = -1
         self._wake.set()
 
     def have_given_up(self, silent: Sequence[int]) -> bool:
@@ -334,13 +428,15 @@ class ReportExchange:
 
     def _turn(self, store: Any) -> None:
         asked = store.add("asked", 1 if self.is_asking else 0)
-        if asked == self._asked_by_others and not self.is_settling:
+        self._first_ask = (self._first_ask or asked) if self.is_asking else 0
+        knows_all = len(self.others.reports) == self.size - 1
+        if asked == self._asked_by_others and knows_all and not self.is_settling:
             return
         self._asked_by_others = asked
         self._beat += 1
-        report = self.report
-        store.set(_key(self.rank), f"{self._beat} {report.to_text()}")
-        if report.failure:
+        report = self.report()
+        store.set(_key(self.rank), f"{asked} {self._beat} {report.to_text()}")
+        if report.failure or report.has_left:
             self.has_told.set()
         self._read(store)
 
@@ -352,8 +448,9 @@ class ReportExchange:
         texts = store.multi_get([_key(rank) for rank in ranks]) if ranks else []
         reports, heard = {}, {rank: self.others.heard.get(rank, 0.0) for rank in range(self.size) if rank != self.rank}
         for rank, text in zip(ranks, texts, strict=True):
-            reports[rank] = Report.from_text(text.decode().partition(" ")[2])
-            if self._texts.get(rank) != text:
+            asked, _, report = text.decode().split(" ", 2)
+            reports[rank] = Report.from_text(report)
+            if self._texts.get(rank) != text and int(asked) >= self._first_ask:  # not said before this rank asked
                 self._texts[rank], heard[rank] = text, now
         self.others = OtherRanks(reports, heard)
 
@@ -362,8 +459,28 @@ def _key(rank: int) -> str:
     return f"report of rank {rank}"
 
 
-def _own_store(store: Any) -> Any:
+@cache
+def this_host() -> str:
+    """The same for processes that see each other's process ids."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _is_gone(report: Report, *, is_silent: bool) -> bool:
+    """True if a rank on this host will not go on: its process has ended, or is stopped and does not answer."""
+    if report.has_left or not report.host or report.host != this_host():
+        return False
+    try:
+        state = Path(f"/proc/{report.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX" or (is_silent and state in "Tt")
+
+
+def _own_store(store: Any, kind: str) -> Any:
     """A second connection to the store: torch may be waiting for something on the caller's."""
-    own_store = PrefixStore("mesh-attention watchdog", store.clone())
+    own_store = PrefixStore(f"mesh-attention watchdog, {kind}", store.clone())
     own_store.set_timeout(timedelta(seconds=SILENT_S))
     return own_store

@@ -1,1 +1,1 @@
-"""Forecasts of plans on described clusters: jobs of ranks, lanes of links, and simulators of three kinds of plans."""
+"""Forecasts of plans on described clusters: simulators of two kinds of plans, and what they share."""

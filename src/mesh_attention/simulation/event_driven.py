@@ -18,8 +18,7 @@ from itertools import count
 from mesh_attention.errors import PlanError
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Item, Recv, Send
-from mesh_attention.simulation.jobs import Job, RankJobs
-from mesh_attention.simulation.recorder import Network, Path, Recorder
+from mesh_attention.simulation.jobs_and_lanes import Job, Network, Path, RankJobs, Recorder
 
 
 class _Transfer:

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from mesh_attention.plan.assignment import AXES, Assignment, Axis, divisors
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.steps import Send
-from mesh_attention.simulation.jobs import Job, RankJobs
-from mesh_attention.simulation.recorder import Network, Recorder
+from mesh_attention.simulation.jobs_and_lanes import Job, Network, RankJobs, Recorder
 from mesh_attention.topology import LinkClass, Topology
 
 Floats = NDArray[np.float64]

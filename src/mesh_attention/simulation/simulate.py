@@ -9,18 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh_attention.errors import TopologyError
-from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.plan import Plan
 from mesh_attention.prices import Prices
 from mesh_attention.simulation import lockstep
 from mesh_attention.simulation.event_driven import EventSimulator
-from mesh_attention.simulation.exchanges import ExchangeSimulator
-from mesh_attention.simulation.jobs import RankJobs, rank_jobs
-from mesh_attention.simulation.recorder import Network, Recorder
+from mesh_attention.simulation.jobs_and_lanes import Network, RankJobs, Recorder, rank_jobs
 from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress
 
+ALL_RANKS = 64
+MANY_RANKS = 2048
+"""From here on, the program of one rank takes up to seconds to build, and few are."""
 SAMPLED_RANKS = 8
 
 
@@ -30,7 +30,6 @@ def simulate(
     *,
     spans_of: Collection[int] = (),
     priced_ranks: int | None = None,
-    attend_s: float | None = None,
     on_progress: Progress | None = None,
 ) -> Timeline:
     """Forecast a pass on the cluster: times of all ranks, bytes by link class, peak memory, spans of some ranks.
@@ -39,24 +38,9 @@ def simulate(
     are simulated for all ranks at once. On more than `ALL_RANKS` ranks, the calls of `priced_ranks` evenly spread
     ranks are priced and represent those of their neighbours; waiting and links are simulated for every rank. From
     `MANY_RANKS` on, the last rank's calls represent all by default. Any other plan is simulated rank by rank.
-
-    A plan over a cache does not know how much is cached: `attend_s` is how long a rank attends to its part
-    (`decode_seconds` in `prices`).
     """
-    if plan.problem.ranks != topology.ranks:
-        raise TopologyError(
-            f"the plan has {plan.problem.ranks} ranks and {topology.name} has {topology.ranks}; "
-            f"use topology.with_ranks({plan.problem.ranks}) or plan for {topology.ranks} ranks"
-        )
-    if priced_ranks is not None and (type(priced_ranks) is not int or priced_ranks < 1):
-        raise TopologyError(f"priced_ranks={priced_ranks!r}: expected a whole number of at least 1, or None")
-    wrong = [rank for rank in spans_of if not 0 <= rank < topology.ranks]
-    if wrong:
-        raise TopologyError(f"spans_of names rank {wrong[0]}: expected ranks 0 to {topology.ranks - 1}")
-    prices = Prices(topology.device, plan.matrix, plan.direction, attend_s=attend_s)
+    prices = Prices(topology.device, plan.matrix, plan.direction)
     simulation = Simulation(plan, topology, prices, spans_of, priced_ranks, on_progress or (lambda *progress: None))
-    if plan.matrix.is_over_cache:
-        return simulation.by_exchanges()
     if plan.programs is None and plan.matrix.is_uniform:
         try:
             return simulation.in_lockstep()
@@ -76,9 +60,22 @@ class Simulation:
     priced_ranks: int | None
     report: Progress
 
+    def __post_init__(self) -> None:
+        ranks, topology = self.plan.problem.ranks, self.topology
+        if ranks != topology.ranks:
+            raise TopologyError(
+                f"the plan has {ranks} ranks and {topology.name} has {topology.ranks}; "
+                f"use topology.with_ranks({ranks}) or plan for {topology.ranks} ranks"
+            )
+        if self.priced_ranks is not None and (type(self.priced_ranks) is not int or self.priced_ranks < 1):
+            raise TopologyError(f"priced_ranks={self.priced_ranks!r}: expected a whole number of at least 1, or None")
+        wrong = [rank for rank in self.spans_of if not 0 <= rank < topology.ranks]
+        if wrong:
+            raise TopologyError(f"spans_of names rank {wrong[0]}: expected ranks 0 to {topology.ranks - 1}")
+
     def in_lockstep(self) -> Timeline:
         plan, topology, ranks = self.plan, self.topology, self.topology.ranks
-        priced, nearest = self._priced(ranks if ranks <= ALL_RANKS else SAMPLED_RANKS if ranks < MANY_RANKS else 1)
+        priced, nearest = self.priced(ranks if ranks <= ALL_RANKS else SAMPLED_RANKS if ranks < MANY_RANKS else 1)
         shapes = {tuple((len(job.recvs), len(job.sends), job.waits) for job in t.jobs) for t in priced}
         if len(shapes) > 1:
             raise lockstep.NotUniformError("jobs of different kinds")
@@ -91,23 +88,14 @@ class Simulation:
             classes = lockstep.classes_by_timeline(plan.assignment, topology)
         lockstep.LockstepSimulator(priced, nearest, plan.matrix, network, recorder, shown, classes).run()
         is_even = plan.problem.seq_q % ranks == 0 and plan.problem.seq_kv % ranks == 0
-        return self._timeline(recorder, priced, is_exact=is_even and len(priced) == ranks)
-
-    def by_exchanges(self) -> Timeline:
-        ranks = self.topology.ranks
-        priced, nearest = self._priced(ranks if ranks <= ALL_RANKS else SAMPLED_RANKS)
-        recorder = Recorder(ranks, self.spans_of)
-        unpriced = recorder.spans_of - {own.rank for own in priced}
-        shown = [rank_jobs(self.plan, rank, self.prices) for rank in unpriced]
-        ExchangeSimulator(priced, nearest, shown, self.plan.matrix, self.topology, recorder).run()
-        return self._timeline(recorder, priced, is_exact=len(priced) == ranks)
+        return self.timeline(recorder, priced, is_exact=is_even and len(priced) == ranks)
 
     def by_events(self) -> Timeline:
         recorder, priced = Recorder(self.topology.ranks, self.spans_of), self._jobs(range(self.topology.ranks))
         EventSimulator(priced, self.plan.matrix, Network(self.topology), recorder).run()
-        return self._timeline(recorder, priced, is_exact=True)
+        return self.timeline(recorder, priced, is_exact=True)
 
-    def _priced(self, default: int) -> tuple[list[RankJobs], NDArray[np.int64]]:
+    def priced(self, default: int) -> tuple[list[RankJobs], NDArray[np.int64]]:
         """Evenly spread ranks, and the place among them of the nearest one to each rank."""
         ranks = self.topology.ranks
         # From the last one: under a causal mask the first has the fewest calls.
@@ -124,7 +112,7 @@ class Simulation:
             jobs.append(rank_jobs(self.plan, rank, self.prices))
         return jobs
 
-    def _timeline(self, recorder: Recorder, priced: list[RankJobs], *, is_exact: bool) -> Timeline:
+    def timeline(self, recorder: Recorder, priced: list[RankJobs], *, is_exact: bool) -> Timeline:
         plan = self.plan
         return Timeline(
             name=f"{plan.method} {plan.assignment} {plan.direction}",

@@ -23,7 +23,7 @@ from mesh_attention.arguments import describe
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.execution.sharding import gather
 from mesh_attention.integrations.pytorch import as_autocast, with_sinks
-from mesh_attention.planners.decoded_step import MOST_DECODED
+from mesh_attention.planners.over_cache import MOST_DECODED
 from mesh_attention.serving import Step, Turn
 from mesh_attention.session.agreement import Statement, fingerprint
 from mesh_attention.transformers.attention import Implementation, ModelAttention, check_sinks

@@ -173,17 +173,15 @@ def share_settings(parallel: ModelAttention, settings: Any, device: torch.device
     """Compare settings with the other ranks. If tokens are sampled, all take the state of rank 0's generators."""
     session = parallel.attention.session
     summary = {"operation": "generate"}
-    summary |= {name: str(value) for name, value in sorted(vars(settings).items()) if _is_compared(name, value)}
+    for name, value in sorted(vars(settings).items()):
+        is_plain = isinstance(value, bool | int | float | str | list | tuple | dict)
+        if is_plain and not name.startswith("_") and name not in NOT_COMPARED:
+            summary[name] = str(value)
     is_first = session.rank == 0
     states = _random_states(device) if settings.do_sample and is_first else None
     statements = session.agree(Statement(must_match=summary, payload=states))
     if settings.do_sample and not is_first:
         _set_random_states(statements[0].payload, device)
-
-
-def _is_compared(name: str, value: object) -> bool:
-    is_plain = isinstance(value, bool | int | float | str | list | tuple | dict)
-    return is_plain and not name.startswith("_") and name not in NOT_COMPARED
 
 
 def _random_states(device: torch.device) -> list[str]:

@@ -112,7 +112,8 @@ def _refuse_classes(model: PreTrainedModel) -> None:
     """Refuse a model whose attention is not chosen by its config."""
     for part in model.modules():
         is_asked = isinstance(part, PreTrainedModel) and _is_of_text(part.config, model)
-        if is_asked and not _without_fsdp(part)._can_set_attn_implementation():
+        own_class: Any = next(base for base in type(part).__mro__ if not issubclass(base, FSDPModule))
+        if is_asked and not own_class._can_set_attn_implementation():
             raise UsageError(
                 f"{_name(part)} does not use transformers' attention interface, so mesh attention cannot replace its "
                 "attention; use whole sequences, or another model"
@@ -122,10 +123,6 @@ def _refuse_classes(model: PreTrainedModel) -> None:
 def _is_of_text(config: object, model: PreTrainedModel) -> bool:
     """True for the config of a part that attends to text, and not to images or sounds."""
     return type(config) in (type(model.config), type(model.config.get_text_config()))
-
-
-def _without_fsdp(model: object) -> Any:
-    return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
 
 
 def _name(model: object) -> str:

@@ -176,9 +176,10 @@ class _Attempt:
         except (UsageError, torch.OutOfMemoryError):
             raise
         except ERRORS as error:
+            first_line = str(error).strip().partition("\n")[0][:200]
             raise UsageError(
                 f"{self.name} cannot run with mesh attention: it raised {type(error).__name__}{where} "
-                f"({_first_line(error)}); run it on whole sequences, without parallelize, or use another model"
+                f"({first_line}); run it on whole sequences, without parallelize, or use another model"
             ) from error
 
     def _run(self, trial: TrialAttention, places: Tensor, **more: Any) -> Any:
@@ -285,10 +286,6 @@ ERRORS = ArithmeticError, AssertionError, AttributeError, ImportError, LookupErr
 
 def get_output(out: Any, name: str) -> Any:
     return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
 
 
 def usual_ids(model: Any, like: Tensor) -> Tensor:

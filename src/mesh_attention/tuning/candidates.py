@@ -45,32 +45,28 @@ def complexity(choice: Choice) -> Complexity:
 
 def shapes(problem: Problem, topology: Topology, *, layout: Layout) -> Iterator[Choice]:
     """Every degree, tile, placement and route that makes sense, with the grouping left at 1."""
+    # In 16 bits partials do not go round a ring: rounding at every hop doubles the error.
+    routes = tuple(pair for pair in ROUTE_PAIRS if problem.itemsize > 2 or pair[1] == "direct")
     for ulysses in divisors(problem.ranks):
         if problem.kv_heads % ulysses:
             continue
         for tile in tiles_of(problem.ranks // ulysses):
-            matrix = BlockMatrix(problem, layout, Assignment(tile, ulysses))
-            routes = _routes(problem)
-            yield from _of_tile(tile, ulysses, layout, topology, routes if matrix.is_uniform else routes[:1], routes)
+            yield from _of_tile(BlockMatrix(problem, layout, Assignment(tile, ulysses)), topology, routes)
 
 
-def _of_tile(
-    tile: Tile,
-    ulysses: int,
-    layout: Layout,
-    topology: Topology,
-    through_inner_rings: Routes,
-    routes: Routes,
-) -> Iterator[Choice]:
-    whole = Choice(method="attention2d", tile=tile, ulysses_degree=ulysses, layout=layout)
+def _of_tile(matrix: BlockMatrix, topology: Topology, routes: Routes) -> Iterator[Choice]:
+    tile, ulysses = matrix.assignment.tile, matrix.assignment.ulysses_degree
+    whole = Choice(method="attention2d", tile=tile, ulysses_degree=ulysses, layout=matrix.layout)
     yield whole
     if tile == Tile(1, 1):
         return
+    method: Method = "ring" if tile.rows == 1 else "pass-q" if tile.cols == 1 else "mesh"
     for inner in placements(tile, ulysses, topology):
         if inner is not None:
             yield replace(whole, inner=inner)
-        greedy = replace(whole, method=_method(tile), inner=inner, blocks_per_call=1)
-        for route, partials in through_inner_rings if has_inner_rings(greedy.assignment) else routes:
+        greedy = replace(whole, method=method, inner=inner, blocks_per_call=1)
+        may_go_round = matrix.is_uniform or not has_inner_rings(greedy.assignment)
+        for route, partials in routes if may_go_round else routes[:1]:
             yield replace(greedy, route=route, partials=partials)
 
 
@@ -103,17 +99,8 @@ def waved(choice: Choice, problem: Problem) -> Iterator[Choice]:
         yield replace(cost_based, waves=WAVES[0], cut="rows")
 
 
-def _method(tile: Tile) -> Method:
-    return "ring" if tile.rows == 1 else "pass-q" if tile.cols == 1 else "mesh"
-
-
 Routes = tuple[tuple[Route, Route], ...]
 ROUTE_PAIRS: Routes = (("direct", "direct"), ("ring", "ring"), ("ring", "direct"))
-
-
-def _routes(problem: Problem) -> Routes:
-    """Pairs of routes. In 16 bits partials do not go round a ring: rounding at every hop doubles the error."""
-    return tuple(pair for pair in ROUTE_PAIRS if problem.itemsize > 2 or pair[1] == "direct")
 
 
 def placements(tile: Tile, ulysses: int, topology: Topology) -> list[Tile | None]:

@@ -11,7 +11,6 @@ from mesh_attention.planners.choice import Choice, Family
 from mesh_attention.timeline import Timeline
 from mesh_attention.tuning.candidates import Complexity, complexity
 
-RESULT_VERSION = 3
 NEAR_TIE = 0.02
 """Among trials within this share of the fastest, the simplest is chosen. Forecasts cannot tell them apart, and a choice
 that is simpler but not the fastest may cost this much, no more."""
@@ -96,16 +95,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """The chosen trial, then the best of every other family, fastest first. `left_out`: families that cannot be used.
-
-    `bound_s` is the time to compute at the full kernel rate, `bound_nbytes` the fewest bytes that an average rank
-    receives if forward keeps nothing for backward.
-    """
+    """The chosen trial, then the best of every other family, fastest first. `left_out` has families without a trial."""
 
     trials: tuple[Trial, ...]
     left_out: dict[str, str]
-    bound_s: float
-    bound_nbytes: float
     simulated: int
 
     @property
@@ -116,16 +109,6 @@ class Tuning:
     def near_ties(self) -> tuple[Trial, ...]:
         """Trials about as fast as the fastest, the chosen one among them."""
         return within(NEAR_TIE, self.trials)
-
-    @property
-    def equals(self) -> tuple[Trial, ...]:
-        """Trials that a forecast cannot tell from the fastest: the difference is within its error."""
-        return within(FORECAST_ERROR, self.trials)
-
-    @property
-    def simplest(self) -> Trial:
-        """The simplest of the trials that are equal; another than the chosen one may be slower by the error."""
-        return min(self.equals, key=lambda trial: trial.complexity)
 
     @property
     def tie_words(self) -> str:
@@ -148,7 +131,7 @@ def within(share: float, trials: Sequence[Trial]) -> tuple[Trial, ...]:
 def tuning_to_json(tuning: Tuning) -> dict[str, Any]:
     """The tuning as plain values, with choices as options that `Choice.of` reads back."""
     trials = list(map(trial_to_json, tuning.trials))
-    return {"version": RESULT_VERSION, **asdict(replace(tuning, trials=())), "trials": trials}
+    return {**asdict(replace(tuning, trials=())), "trials": trials}
 
 
 def trial_to_json(trial: Trial) -> dict[str, Any]:
@@ -158,8 +141,7 @@ def trial_to_json(trial: Trial) -> dict[str, Any]:
 
 def tuning_from_json(written: dict[str, Any]) -> Tuning:
     """The opposite of `tuning_to_json`."""
-    values = {name: value for name, value in written.items() if name != "version"}
-    return Tuning(**values | {"trials": tuple(map(_trial, values["trials"]))})
+    return Tuning(**written | {"trials": tuple(map(_trial, written["trials"]))})
 
 
 def _trial(written: dict[str, Any]) -> Trial:

@@ -129,7 +129,9 @@ class PassSearch:
     def _parts(self, candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[tuple[str, list[Choice]]]:
         """Candidates in the order they are tried: of every family, or of all together."""
         if not self.effort.by_family:
-            return [("all", _mixed(candidates, bounds))]
+            # The best of every tile and the best of all by turns: estimates of one tile have the same errors.
+            pairs = zip(_tiles_first(candidates, bounds), _by_estimate(candidates, bounds), strict=True)
+            return [("all", list(dict.fromkeys(choice for pair in pairs for choice in pair)))]
         by_family = {family: [c for c in candidates if c.family == family] for family in FAMILIES}
         # Families with the lowest estimates go first: their times prune the rest.
         estimates = {f: min((bounds[c].estimate_s for c in choices), default=0.0) for f, choices in by_family.items()}
@@ -198,12 +200,6 @@ def _first_try(choice: Choice) -> Choice:
     tile, is_direct = choice.assignment.tile, not choice.is_collective and choice.route == "direct"
     is_quick = tile.rows + tile.cols <= LONGEST_PRICED_FIRST
     return replace(choice, blocks_per_call=None) if is_direct and is_quick else choice
-
-
-def _mixed(candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[Choice]:
-    """The best of every tile and the best of all by turns: estimates of one tile have the same errors."""
-    by_tile, by_estimate = _tiles_first(candidates, bounds), _by_estimate(candidates, bounds)
-    return list(dict.fromkeys(choice for pair in zip(by_tile, by_estimate, strict=True) for choice in pair))
 
 
 def _by_estimate(candidates: Sequence[Choice], bounds: dict[Choice, Traffic]) -> list[Choice]:

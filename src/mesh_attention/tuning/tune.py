@@ -9,13 +9,12 @@ from math import inf
 from mesh_attention.errors import MemoryLimitError, ScheduleError, TopologyError, UsageError
 from mesh_attention.plan.assignment import Cut
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.counts import ALL_RANKS, MANY_RANKS
 from mesh_attention.plan.layout import Layout
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.steps import DIRECTIONS, Direction, Keep
 from mesh_attention.planners.choice import FAMILIES, Choice, Family, default_layout
-from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.problem import Problem
+from mesh_attention.simulation.simulate import ALL_RANKS, MANY_RANKS
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import plan_on, traffic
 from mesh_attention.tuning.candidates import complexity, of_fewest_bytes, shapes
@@ -102,11 +101,6 @@ def tune(
     return Tuning(
         trials=_ranked(trials),
         left_out=left_out,
-        bound_s=sum(
-            problem.flops(direction) / problem.ranks / (topology.device.rate(direction).tflops * 1e12)
-            for direction in directions
-        ),
-        bound_nbytes=sum(least_received_nbytes(problem, direction) for direction in directions),
         simulated=simulated,
     )
 

@@ -15,22 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mesh_attention.plan import steps
 from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program, turns
-from mesh_attention.plan.steps import (
-    AXIS_OF,
-    INPUTS,
-    OUTPUTS,
-    Collective,
-    Effects,
-    Exchange,
-    Item,
-    Kind,
-    Step,
-    effects,
-    transfers,
-)
+from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item, Kind, effects, transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +72,7 @@ class Evidence:
         self.plan = plan
         self.matrix: BlockMatrix = plan.matrix
         self.programs: list[Program] = []
-        self.effects: list[list[Effects]] = []
+        self.effects: list[list[steps.Effects]] = []
         self.calls: list[dict[int, CollectiveId]] = []
         self.sends: dict[Transfer, End] = {}
         self.recvs: dict[Transfer, End] = {}
@@ -164,21 +153,10 @@ def _number_calls(program: Program) -> dict[int, CollectiveId]:
     made: Counter[tuple[int, ...]] = Counter()
     calls = {}
     for index, step in enumerate(program.steps):
-        if isinstance(step, Collective | Exchange):
+        if isinstance(step, steps.Collective | steps.Exchange):
             calls[index] = CollectiveId(step.group, made[step.group])
             made[step.group] += 1
     return calls
-
-
-def op_of(step: Step) -> str:
-    """The operation of a collective, which all members of its group must agree on."""
-    match step:
-        case Collective(op, _, _, _):
-            return op
-        case Exchange(before, _, _, _, _):
-            return f"exchange {before.kind}"
-        case _:
-            return ""
 
 
 # Who waits for whom

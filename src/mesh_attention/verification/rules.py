@@ -26,18 +26,9 @@ from mesh_attention.plan.buffer_sizes import held_nbytes, shared_buffers
 from mesh_attention.plan.format import format_item, format_step
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.program import Program
-from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, in_flight, running, staged, transfers
+from mesh_attention.plan.steps import AXIS_OF, OUTPUTS, Item, Kind, Step, in_flight, running, staged, transfers
 from mesh_attention.units import Progress, count
-from mesh_attention.verification.evidence import (
-    Breach,
-    CollectiveId,
-    End,
-    Evidence,
-    Transfer,
-    circles,
-    op_of,
-    stuck_ranks,
-)
+from mesh_attention.verification.evidence import Breach, CollectiveId, End, Evidence, Transfer, circles, stuck_ranks
 from mesh_attention.verification.well_formed import form, missing
 
 Rule = Callable[[Evidence], Iterator[Breach]]
@@ -145,11 +136,22 @@ def _uneven_calls(evidence: Evidence) -> Iterator[Breach]:
         if absent:
             message = f"rank(s) {', '.join(map(str, sorted(absent)))} of the group do not take part"
             yield Breach("matching", rank, index, message)
-        ops = {op_of(evidence.programs[member].steps[at]) for member, at in index_by_rank.items()}
+        ops = {_op_of(evidence.programs[member].steps[at]) for member, at in index_by_rank.items()}
         if len(ops) > 1:
             yield Breach(
                 "matching", rank, index, f"the group's ranks make different collectives: {', '.join(sorted(ops))}"
             )
+
+
+def _op_of(step: Step) -> str:
+    """The operation of a collective, which all members of its group must agree on."""
+    match step:
+        case steps.Collective(op, _, _, _):
+            return op
+        case steps.Exchange(before, _, _, _, _):
+            return f"exchange {before.kind}"
+        case _:
+            return ""
 
 
 def progress(evidence: Evidence) -> Iterator[Breach]:
@@ -176,7 +178,8 @@ def homecoming(evidence: Evidence) -> Iterator[Breach]:
             kind, place = result.kind, evidence.plan.assignment.place(result.shard)
             if not evidence.matrix.has_shard(AXIS_OF[kind], place):
                 continue
-            at = _last_write(evidence, rank, result)
+            written = [index for index, done in enumerate(evidence.effects[rank]) if result in done.writes]
+            at = written[-1] if written else None
             if result not in partials.held[rank]:
                 yield Breach("homecoming", rank, at, f"{format_item(result)} is never returned to the caller")
                 continue
@@ -347,11 +350,6 @@ def _attends(evidence: Evidence) -> Iterator[tuple[int, int, tuple[Item, ...], t
                     yield program.rank, index, rows, (cache,)
                 case _:
                     pass
-
-
-def _last_write(evidence: Evidence, rank: int, item: Item) -> int | None:
-    written = [index for index, done in enumerate(evidence.effects[rank]) if item in done.writes]
-    return written[-1] if written else None
 
 
 # Checking a plan

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mesh_attention.clusters import cluster_named, cluster_to_toml
-from mesh_attention.errors import UsageError, writing
+from mesh_attention.errors import UsageError
 from mesh_attention.machine.detected_cluster import calibrated_file, slug
 from mesh_attention.machine.fit import CallTime, Measurement, MessageTime, fit_topology
 from mesh_attention.problem import ITEMSIZE, Problem
@@ -26,6 +26,7 @@ from mesh_attention.tuning.stored import write_at_once
 from mesh_attention.units import Progress, count
 from mesh_attention_lab.cli.options import HEAD_DIM, file, flag, option, whole_number
 from mesh_attention_lab.cli.terminal import percent, plain_console, progress
+from mesh_attention_lab.drawing import writing
 from mesh_attention_lab.launch import check_gpus, joined_group, ranks_here, run_processes
 
 if TYPE_CHECKING:

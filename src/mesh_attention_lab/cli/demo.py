@@ -15,13 +15,12 @@ from typing import Annotated, Any
 import typer
 
 from mesh_attention.clusters import PRESETS
-from mesh_attention.errors import TopologyError, UsageError, writing
+from mesh_attention.errors import TopologyError, UsageError
 from mesh_attention.machine.fit import Measurement, fit_topology
 from mesh_attention.masks import causal
 from mesh_attention.plan.assignment import Tile, tiles_of
 from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Problem
-from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.units import BYTES, Progress, count, format_nbytes, format_time
 from mesh_attention_lab.cli import terminal as term
@@ -29,8 +28,9 @@ from mesh_attention_lab.cli.demo_worker import TIMED_RUNS, MethodResult, RankRes
 from mesh_attention_lab.cli.draw import scene_of
 from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.cli.options import flag, option, tokens, whole_number
+from mesh_attention_lab.drawing import writing
 from mesh_attention_lab.drawing.page import write_page
-from mesh_attention_lab.drawing.trace import write_trace
+from mesh_attention_lab.drawing.trace import joined, write_trace
 from mesh_attention_lab.launch import run_processes
 
 MOST_RANKS, MOST_TOKENS = 64, 65536

@@ -14,8 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mesh_attention.machine.fit import Measurement
-from mesh_attention.plan.counts import rank_costs
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, rank_costs
 from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import DIRECTIONS, Problem
 from mesh_attention.timeline import Timeline

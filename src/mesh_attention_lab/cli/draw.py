@@ -10,21 +10,22 @@ from typing import Annotated
 
 import typer
 
-from mesh_attention.errors import UsageError, writing
+from mesh_attention.errors import UsageError
 from mesh_attention.plan.assignment import tiles_of
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice
 from mesh_attention.planners.costs import least_volume_tile
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.timeline import Timeline, joined
+from mesh_attention.timeline import Timeline
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress, count, part_report
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli.terminal import cluster_words, progress
 from mesh_attention_lab.comparison import rivals, sampled_ranks, single_block_plan
+from mesh_attention_lab.drawing import writing
 from mesh_attention_lab.drawing.page import Scene, write_page
-from mesh_attention_lab.drawing.trace import write_trace
+from mesh_attention_lab.drawing.trace import joined, write_trace
 
 MOST_RANKS = 128
 ALL_SPANS, SOME_SPANS = 16, 8

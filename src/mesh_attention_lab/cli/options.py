@@ -21,13 +21,13 @@ from mesh_attention.errors import ParseError, UsageError
 from mesh_attention.masks import Mask, causal, documents, full, window
 from mesh_attention.plan.assignment import CUTS, Assignment, Cut, Tile
 from mesh_attention.plan.blocks import BlockMatrix
-from mesh_attention.plan.counts import MANY_RANKS
 from mesh_attention.plan.layout import LAYOUTS, Layout, TypicalTurn, layout_named
 from mesh_attention.plan.plan import Plan
 from mesh_attention.plan.schedule import KEEPABLE, ROUTES, Route
 from mesh_attention.planners.choice import METHODS, Choice, default_layout
-from mesh_attention.planners.decoded_step import QUERIES, Queries
+from mesh_attention.planners.over_cache import QUERIES, Queries
 from mesh_attention.problem import DIRECTIONS, ITEMSIZE, Direction, Problem
+from mesh_attention.simulation.simulate import MANY_RANKS
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.representative import part_of
 from mesh_attention.units import BYTES, TOKENS, Progress, count

@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from mesh_attention.errors import writing
 from mesh_attention.plan.assignment import Assignment, Tile
 from mesh_attention.plan.buffer_sizes import held_nbytes
 from mesh_attention.plan.format import format_step
@@ -27,6 +26,7 @@ from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli import terminal as term
 from mesh_attention_lab.cli.files import problem_to_json, read_plan
 from mesh_attention_lab.comparison import Comparison, Row, compare, grouped
+from mesh_attention_lab.drawing import writing
 
 WHOLE_PROGRAM = 40
 """Programs up to this many steps are shown whole."""

@@ -17,7 +17,6 @@ import typer
 
 from mesh_attention.clusters import cluster_named
 from mesh_attention.errors import UsageError
-from mesh_attention.plan.buffer_sizes import kv_nbytes
 from mesh_attention.planners.choice import FAMILIES
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
@@ -25,6 +24,7 @@ from mesh_attention.units import BYTES, TIMES, Progress, count, format_nbytes, f
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli import terminal as term
 from mesh_attention_lab.cli.files import checked_plan, problem_to_json
+from mesh_attention_lab.decode_simulator import kv_nbytes
 from mesh_attention_lab.drawing.charts import Rates, rate_chart, save_chart
 from mesh_attention_lab.replay.result import BEST, Part, Replayed, ReplayRow, decoded_parts, facts, rows_of, tuned_parts
 

@@ -11,18 +11,17 @@ import typer
 
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
-from mesh_attention.planners.costs import least_received_nbytes
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.timeline import joined
-from mesh_attention.topology import Device, Topology
+from mesh_attention.topology import Topology
 from mesh_attention.tuning.search import MOST_TRANSFERS
 from mesh_attention.units import Progress, format_nbytes, format_time
+from mesh_attention_lab.bounds import lower_bounds
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli import terminal as term
 from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.comparison import PlanTrial, sampled_ranks, usual_ring_plan
-from mesh_attention_lab.drawing.trace import write_trace
+from mesh_attention_lab.drawing.trace import joined, write_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +71,9 @@ def _forecast(
     return PlanTrial.of(name, plans, timelines)
 
 
-def _bounds(plans: Mapping[Direction, Plan], device: Device) -> tuple[float, float]:
-    """Lower bounds: seconds of compute, and bytes that an average rank receives."""
-    problems = {direction: plan.problem for direction, plan in plans.items()}
-    bound_s = sum(p.flops(d) / p.ranks / (device.rate(d).tflops * 1e12) for d, p in problems.items())
-    return bound_s, sum(least_received_nbytes(problem, direction) for direction, problem in problems.items())
-
-
 def _as_json(forecasts: Sequence[PlanTrial], topology: Topology) -> dict[str, Any]:
     plan = next(iter(forecasts[0].plans.values()))
-    bound_s, bound_nbytes = _bounds(forecasts[0].plans, topology.device)
+    bound_s, bound_nbytes = lower_bounds(plan.problem, forecasts[0].plans, topology.device)
     return {
         "problem": problem_to_json(plan.problem),
         "cluster": asdict(topology),
@@ -98,7 +90,8 @@ def _as_json(forecasts: Sequence[PlanTrial], topology: Topology) -> dict[str, An
 
 def _print(forecasts: Sequence[PlanTrial], topology: Topology, *, layers: int) -> None:
     console, this = term.plain_console(), forecasts[0]
-    plan, bounds = next(iter(this.plans.values())), _bounds(this.plans, topology.device)
+    plan = next(iter(this.plans.values()))
+    bounds = lower_bounds(plan.problem, this.plans, topology.device)
     is_turn = plan.layout == TypicalTurn()
     times_s = {direction: timeline.time_s for direction, timeline in this.timelines.items()}
     term.print_first(
@@ -106,8 +99,8 @@ def _print(forecasts: Sequence[PlanTrial], topology: Topology, *, layers: int) -
         time=term.time_words(times_s, bounds[0], term.layers_words(this.time_s, layers) if is_turn else ""),
         memory=f"{format_nbytes(this.peak_nbytes)} per rank, for the buffers of a call",
     )
-    name = joined(this.timelines.values()).name
-    console.print(f"{name}; {term.problem_words(plan.problem, plan.layout.name)}", style="bold")
+    passes = " and ".join(timeline.name for timeline in this.timelines.values())
+    console.print(f"{passes}; {term.problem_words(plan.problem, plan.layout.name)}", style="bold")
     console.print(f"on {term.cluster_words(topology)}")
     console.print()
     if is_turn:

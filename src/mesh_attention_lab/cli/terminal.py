@@ -17,7 +17,8 @@ from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
 from mesh_attention.plan.assignment import Assignment
-from mesh_attention.plan.buffer_sizes import cache_nbytes, kv_token_nbytes
+from mesh_attention.plan.blocks import token_nbytes
+from mesh_attention.plan.buffer_sizes import blocks_of_rank, layer_nbytes
 from mesh_attention.plan.layout import Cached, TypicalTurn
 from mesh_attention.planners.choice import Choice
 from mesh_attention.problem import Direction, Problem
@@ -244,7 +245,7 @@ def travel_words(problem: Problem, choice: Choice) -> str:
     """The sizes of queries and of keys and values, and which of them travel under a choice of a turn."""
     tile, ulysses = choice.assignment.tile, choice.assignment.ulysses_degree
     queries = problem.batch * problem.seq_q * problem.heads * problem.head_dim_qk * problem.itemsize
-    kv = problem.batch * problem.seq_kv * kv_token_nbytes(problem)
+    kv = problem.batch * problem.seq_kv * token_nbytes("kv", problem)
     sizes = (
         f"{problem.seq_q:,} new queries are {format_nbytes(queries)}, keys and values {format_nbytes(kv)}, "
         f"{format_nbytes(kv / problem.ranks)} a rank"
@@ -261,6 +262,12 @@ def travel_words(problem: Problem, choice: Choice) -> str:
 
 def layers_words(time_s: float, layers: int) -> str:
     return _of_layers(format_time(time_s), format_time(layers * time_s), layers)
+
+
+def cache_nbytes(problem: Problem, *, layers: int = 1) -> int:
+    """Bytes of a cache on one rank that holds the keys and values of a problem in every layer of a model."""
+    blocks = blocks_of_rank(problem.batch * problem.seq_kv, sequences=problem.batch, ranks=problem.ranks)
+    return layers * layer_nbytes(blocks, token_nbytes=token_nbytes("kv", problem))
 
 
 def cache_words(problem: Problem, layers: int) -> str:

@@ -12,26 +12,25 @@ import typer
 from rich.console import Console
 
 from mesh_attention.errors import UsageError
-from mesh_attention.plan.buffer_sizes import cache_nbytes
 from mesh_attention.plan.layout import TypicalTurn
 from mesh_attention.plan.plan import Plan
 from mesh_attention.planners.choice import Choice, default_layout
-from mesh_attention.prices import decode_seconds
 from mesh_attention.problem import DIRECTIONS, Direction, Problem
 from mesh_attention.simulation.simulate import simulate
-from mesh_attention.timeline import joined
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.bounds import costs_on
-from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, tuning_to_json
+from mesh_attention.tuning.result import FORECAST_ERROR, Trial, Tuning, tuning_to_json, within
 from mesh_attention.tuning.stored import cached_tune
 from mesh_attention.tuning.tune import tune, tuned_plans
 from mesh_attention.units import Progress, count, format_nbytes, format_time
+from mesh_attention_lab.bounds import lower_bounds
 from mesh_attention_lab.cli import options as opt
 from mesh_attention_lab.cli import terminal as term
 from mesh_attention_lab.cli.files import problem_to_json
 from mesh_attention_lab.comparison import WAYS, PlanTrial, choice_without_costs, decode_trials, sampled_ranks
+from mesh_attention_lab.decode_simulator import decode_seconds
 from mesh_attention_lab.drawing.charts import ChartAxis, save_chart, time_chart
-from mesh_attention_lab.drawing.trace import write_trace
+from mesh_attention_lab.drawing.trace import joined, write_trace
 from mesh_attention_lab.sweep import TuneAt, sweep_sizes, sweep_tiles
 
 AXES: tuple[ChartAxis, ...] = get_args(ChartAxis)
@@ -124,7 +123,7 @@ def _tune_decoding(options: TuneOptions, topology: Topology) -> None:
             "problem": problem_to_json(problem),
             "cluster": asdict(topology),
             "layers": layers,
-            "cache_nbytes": cache_nbytes(problem, layers=layers),
+            "cache_nbytes": term.cache_nbytes(problem, layers=layers),
             "trials": [trial.to_json() | {"plan": str(trial.plans["forward"])} for trial in trials],
             "trace": options.trace and str(options.trace),
         }
@@ -182,18 +181,20 @@ def _draw(
 
 
 def _as_json(answer: TuneAnswer) -> dict[str, Any]:
-    choices, plans = answer.tuning.chosen.choices, answer.plans
+    choices, plans, equals = answer.tuning.chosen.choices, answer.plans, equals_of(answer.tuning)
     return {
         "problem": problem_to_json(answer.problem),
         "cluster": asdict(answer.topology),
         "memory_limit": answer.memory_limit,
         "tuning": tuning_to_json(answer.tuning),
+        "bound_s": answer.bounds[0],
+        "bound_nbytes": answer.bounds[1],
         "is_from_cache": answer.is_from_cache,
         "layers": answer.layers,
-        "cache_nbytes": None if answer.layers is None else cache_nbytes(answer.problem, layers=answer.layers),
+        "cache_nbytes": None if answer.layers is None else term.cache_nbytes(answer.problem, layers=answer.layers),
         "digests": {direction: plan.digest for direction, plan in plans.items()},
-        "simplest": answer.tuning.trials.index(answer.tuning.simplest),
-        "equal": [trial.family for trial in answer.tuning.equals],
+        "simplest": answer.tuning.trials.index(min(equals, key=lambda trial: trial.complexity)),
+        "equal": [trial.family for trial in equals],
         "forecast_error": FORECAST_ERROR,
         "code": {
             "short": short_code(answer),
@@ -223,6 +224,11 @@ class TuneAnswer:
     """Of a turn."""
 
     @property
+    def bounds(self) -> tuple[float, float]:
+        """Lower bounds: seconds of compute, and bytes that an average rank receives."""
+        return lower_bounds(self.problem, self.plans, self.topology.device)
+
+    @property
     def layout(self) -> str:
         return next(iter(self.plans.values())).layout.name
 
@@ -234,7 +240,7 @@ def print_tuning(answer: TuneAnswer) -> None:
         write=short_code(answer),
         time=term.time_words(
             {direction: forecast.time_s for direction, forecast in chosen.forecasts.items()},
-            tuning.bound_s,
+            answer.bounds[0],
             "" if answer.layers is None else term.layers_words(chosen.time_s, answer.layers),
         ),
         memory=f"{format_nbytes(chosen.peak_nbytes)} per rank, for the buffers of a call",
@@ -274,14 +280,20 @@ def _choices_words(trial: Trial) -> str:
     return ", backward ".join(dict.fromkeys(map(term.choice_words, trial.choices.values())))
 
 
+def equals_of(tuning: Tuning) -> tuple[Trial, ...]:
+    """Trials that a forecast cannot tell from the fastest: the difference is within its error."""
+    return within(FORECAST_ERROR, tuning.trials)
+
+
 def _print_equals(console: Console, tuning: Tuning) -> None:
     """Say which methods a forecast cannot tell from the chosen one, and name the simplest."""
-    chosen, simplest = tuning.chosen, tuning.simplest
-    equal = [trial.family for trial in tuning.equals if trial is not chosen]
+    chosen, equals = tuning.chosen, equals_of(tuning)
+    simplest = min(equals, key=lambda trial: trial.complexity)
+    equal = [trial.family for trial in equals if trial is not chosen]
     if not equal:
         return
-    within = f"within {term.percent(FORECAST_ERROR)}, the error of forecasts"
-    term.print_fact(console, "equal", f"{within}: {', '.join(equal)}")
+    error = f"within {term.percent(FORECAST_ERROR)}, the error of forecasts"
+    term.print_fact(console, "equal", f"{error}: {', '.join(equal)}")
     longer = term.percent(abs(simplest.time_s / chosen.time_s - 1), digits=1)
     slower = "longer" if simplest.time_s > chosen.time_s else "shorter"
     other = f"{_choices_words(simplest)}; {longer} {slower} than the first line"
@@ -296,7 +308,7 @@ def _caption(answer: TuneAnswer) -> str:
         tuning.tie_words,
         "2x4: query shards x KV shards of a rank; inner: the part of that grid in one node. exposed: the time in which "
         "the busiest rank does not compute. Bytes are what an average rank sends; it must receive at least "
-        f"{format_nbytes(tuning.bound_nbytes)}.",
+        f"{format_nbytes(answer.bounds[1])}.",
         "Read from the cache." if answer.is_from_cache else f"{count(tuning.simulated, 'plan')} simulated.",
     ]
     return " ".join(filter(None, words))

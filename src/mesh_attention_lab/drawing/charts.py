@@ -11,8 +11,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
-from mesh_attention.errors import UsageError, writing
+from mesh_attention.errors import UsageError
 from mesh_attention.units import format_size, three_digits
+from mesh_attention_lab.drawing import writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

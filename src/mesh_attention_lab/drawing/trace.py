@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.errors import UsageError, writing
+from mesh_attention.errors import UsageError
 from mesh_attention.timeline import LANES, Lane, Span, Timeline
+from mesh_attention_lab.drawing import writing
 
 Event = dict[str, Any]
 
@@ -38,6 +40,16 @@ def write_trace(path: Path | str, timeline: Timeline) -> None:
     text = json.dumps(to_perfetto(timeline), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     with writing(Path(path)):
         Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def joined(passes: Iterable[Timeline]) -> Timeline:
+    """Passes after each other: each starts when all ranks have finished the one before. Totals are the first's."""
+    first, *later = passes
+    spans, start_s = list(first.spans), first.time_s
+    for timeline in later:
+        spans += [s._replace(start_s=s.start_s + start_s, stop_s=s.stop_s + start_s) for s in timeline.spans]
+        start_s += timeline.time_s
+    return replace(first, spans=tuple(spans))
 
 
 def _named(kind: str, name: str, *, place: int, **ids: int) -> tuple[Event, Event]:

@@ -21,8 +21,7 @@ from mesh_attention.execution.executor import Executor
 from mesh_attention.kernels.base import DTYPES, CallMask, Kernel, RowGradient, Scores
 from mesh_attention.kernels.select import choose_merging, kernel_for
 from mesh_attention.plan.assignment import Axis
-from mesh_attention.plan.counts import rank_costs
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, rank_costs
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, Item, Kind
 from mesh_attention.problem import Direction, Problem
 

@@ -13,11 +13,11 @@ from mesh_attention.comm.base import Comm
 from mesh_attention.execution.graphs import CapturedGraph
 from mesh_attention.execution.warm_up import DryComm
 from mesh_attention.machine.timing import rest, sample_s
-from mesh_attention.prices import decode_seconds
 from mesh_attention.problem import Direction
 from mesh_attention.simulation.simulate import simulate
 from mesh_attention.topology import Topology
 from mesh_attention.units import Progress
+from mesh_attention_lab.decode_simulator import decode_seconds, simulate_decode
 from mesh_attention_lab.replay.actor import Actor, BaselineKernel
 from mesh_attention_lab.replay.cache import FilledCache, StepActor
 from mesh_attention_lab.replay.result import KernelPass, Part, Replayed, ReplayRow
@@ -119,8 +119,12 @@ class _Take:
 
     def prepare(self, comm: Comm, topology: Topology) -> None:
         """Run it step by step, to warm up and to measure its memory; then capture it as a CUDA graph, if asked to."""
-        attend_s = None if self.cache is None else decode_seconds(topology.device, self.cache.problem)
-        self.forecast_s = simulate(self.actor.plan, topology, attend_s=attend_s).ranks[self.rank].stop_s
+        if self.cache is None:
+            timeline = simulate(self.actor.plan, topology)
+        else:
+            attend_s = decode_seconds(topology.device, self.cache.problem)
+            timeline = simulate_decode(self.actor.plan, topology, attend_s=attend_s)
+        self.forecast_s = timeline.ranks[self.rank].stop_s
         silence = DryComm(self.rank, self.actor.problem.ranks)
         self.run, self.run_silently = (lambda: self.actor.run(comm)), (lambda: self.actor.run(silence))
         self.run()

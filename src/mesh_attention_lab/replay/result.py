@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mesh_attention.errors import UsageError
 from mesh_attention.plan.layout import Layout
-from mesh_attention.planners.decoded_step import Queries
+from mesh_attention.planners.over_cache import Queries
 from mesh_attention.problem import Direction, Problem
 from mesh_attention.topology import Topology
 from mesh_attention.tuning.result import Trial

@@ -15,17 +15,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mesh_attention.errors import UsageError, writing
+from mesh_attention.errors import UsageError
 from mesh_attention.masks import BlockKind, Segment
 from mesh_attention.plan.assignment import Axis
-from mesh_attention.plan.counts import RankCosts, rank_costs
+from mesh_attention.plan.blocks import BlockMatrix
 from mesh_attention.plan.format import format_step
 from mesh_attention.plan.layout import Layout
-from mesh_attention.plan.plan import Plan
+from mesh_attention.plan.plan import Plan, RankCosts, rank_costs
 from mesh_attention.plan.steps import AXIS_OF, INPUTS, OUTPUTS, Item
 from mesh_attention.problem import DIRECTIONS, Direction, Problem
 from mesh_attention.timeline import Timeline
 from mesh_attention.units import format_size
+from mesh_attention_lab.drawing import writing
 from mesh_attention_lab.drawing.trace import Track, rank_tracks
 
 
@@ -247,7 +248,14 @@ def block_patterns(plan: Plan) -> list[list[str]]:
     if max(map(len, rows + cols)) <= FINEST:
         return [[_pattern(plan.problem, row, col) for col in cols] for row in rows]
     names = {BlockKind.EMPTY: EMPTY, BlockKind.FULL: FULL, BlockKind.PARTIAL: PART}
-    return [[names[matrix.kind(row, col)] for col in places] for row in places]
+    return [[names[block_kind(matrix, row, col)] for col in places] for row in places]
+
+
+def block_kind(matrix: BlockMatrix, row: int, col: int) -> BlockKind:
+    """What the mask leaves of a block."""
+    pairs = matrix.pairs(row, col)
+    area = sum(map(len, matrix.segments("row", row))) * sum(map(len, matrix.segments("col", col)))
+    return BlockKind.EMPTY if not pairs else BlockKind.FULL if pairs == area else BlockKind.PARTIAL
 
 
 def _pattern(problem: Problem, row: tuple[Segment, ...], col: tuple[Segment, ...]) -> str:

@@ -9,8 +9,8 @@ are
 
 and partials of replicated queries are combined by
 
-    all_gather      every rank sends its partials to all others, and merges all rows: one exchange
-    reduce_scatter  every rank merges a slice of the rows, and sends it to all others: two exchanges of fewer bytes
+    all_gather      every rank sends its partials to all others, and merges all rows: one collective
+    reduce_scatter  every rank merges a slice of the rows, and sends it to all others: two, of fewer bytes
 
 Partials of sharded queries are combined by reduce_scatter: a rank merges the rows of its own sequences.
 
@@ -38,8 +38,8 @@ COMBININGS: tuple[Combining, ...] = get_args(Combining)
 MOST_DECODED = 16
 """The most new tokens of a sequence in one decoded step."""
 ALL_GATHER_MOST_NBYTES = 256 * 1024
-"""Without prices, partials are gathered up to this many received bytes: about what a link moves in one exchange's
-latency."""
+"""Without prices, partials are gathered up to this many received bytes: about what a link moves in the
+latency of a collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,9 @@ def plan_decode(shape: StepShape, *, queries: Queries = "replicated", combining:
         raise ProblemError(f"{most:,} new tokens of a sequence: {expected}")
     queries = "replicated" if shape.ranks == 1 else queries
     problem = shape.problem(queries)
-    combining = combining or suitable_combining(problem, queries)
+    if combining is None:
+        gathered = (problem.ranks - 1) * problem.seq_q * token_nbytes("o", problem)
+        combining = "all_gather" if gathered <= ALL_GATHER_MOST_NBYTES else "reduce_scatter"
     everything = tuple(range(shape.ranks))
     attend = Meet(everything, (0,))
     gather, reduce, combine = (GroupMove(op, "o") for op in ("gather", "reduce", "combine"))
@@ -127,11 +129,6 @@ def plan_decode(shape: StepShape, *, queries: Queries = "replicated", combining:
         assignment=Assignment(Tile(shape.ranks, 1)),
         schedule=Schedule(moves=moves),
     )
-
-
-def suitable_combining(problem: Problem, queries: Queries) -> Combining:
-    gathered = (problem.ranks - 1) * problem.seq_q * token_nbytes("o", problem)
-    return "all_gather" if queries == "replicated" and gathered <= ALL_GATHER_MOST_NBYTES else "reduce_scatter"
 
 
 def even(total: int, parts: int) -> tuple[range, ...]:
