@@ -315,7 +315,7 @@ class GroupState:
         """Let the watchdog see that this rank waits outside of passes: in an agreement, to tell the others of an error,
         or for their shards."""
         self.call, self.refusal = call, "" if error is None else str(error)
-        self.meeting = Waiting(0, at, (), time.monotonic())
+        self.meeting = Waiting(0, time.monotonic(), lambda: (at, ()))
         try:
             yield
         finally:
