@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -268,6 +268,13 @@ def refuse_others(others: dict[str, Any]) -> None:
     refuse_unknown(
         {name: value for name, value in others.items() if name not in REFUSED_ARGUMENTS}, CALL_ARGUMENTS, of="attention"
     )
+
+
+def refuse_decided(options: Collection[str], why: str, *, has_layout: bool = False) -> None:
+    """Refuse options of MeshAttention that the stack of an adapter decides; `has_layout` if it checks that itself."""
+    for name in ("group", "tensor_format") if has_layout else ("group", "tensor_format", "choice", "layout"):
+        if name in options:
+            raise UsageError(f"{name}= cannot be given here: {why}")
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], *, of: str) -> None:

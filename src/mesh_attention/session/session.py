@@ -6,6 +6,7 @@ gives every pass its id, connects ranks before they need it, and refuses further
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -159,6 +160,12 @@ class Session:
         would be taken for those of the next one.
         """
         state = self.state
+        if os.getpid() != state.pid and not isinstance(innermost(self.comms[0]), LocalComm):
+            raise UsageError(
+                "the group belongs to the process that this one was forked from, and only that one can send on it; "
+                "attend there, or start processes with spawn and give each its own group"
+            )
+        torch_group(self.comms[0])  # raises if it was destroyed
         with state.lock:
             self._check_thread()
             if self.failure is not None:
@@ -290,6 +297,7 @@ class GroupState:
     """
 
     forgets_failures: bool
+    pid: int = field(default_factory=os.getpid)
     lock: RLock = field(default_factory=RLock)
     passes: int = 0
     history: int = 0
