@@ -175,9 +175,9 @@ class Turn(Appended):
         if self._is_agreed or session.is_local or session.size == 1:
             return
         sequences = ", ".join(f"{number} from {g.before.shares.length}" for number, g in self.sequences.items())
-        must_match = {"operation": "a turn of a cache", "sequences": sequences, "history": str(self.cache.history)}
-        must_match |= {"layer": str(layer), "heads": str(heads), "softmax": str(softmax)}
-        session.agree(Statement(must_match=must_match | {"device": self.cache.device.type}))
+        must_match = {"operation": "a turn of a cache", **self.cache.made_with, "sequences": sequences}
+        must_match |= {"history": str(self.cache.history), "layer": str(layer), "heads": str(heads)}
+        session.agree(Statement(must_match=must_match | {"softmax": str(softmax), "device": self.cache.device.type}))
         self._is_agreed = True
 
     def _num_queries(self, rank: int) -> int:

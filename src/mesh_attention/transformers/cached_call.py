@@ -182,9 +182,7 @@ class _Call:
 
     def _output(self, out: Mapping[str, Any], wanted: Tensor, slots: Sequence[int]) -> Any:
         """A model's output with the logits of all rows, zeros for padding, and nothing of a part of the tokens."""
-        others = [
-            name for name, value in out.items() if name not in ("logits", "past_key_values") and value is not None
-        ]
+        others = [name for name, value in out.items() if name not in KEPT and value is not None]
         if others:
             raise UsageError(
                 f"the model returns {', '.join(others)}, which each rank has for its own tokens only; leave out the "
@@ -282,6 +280,10 @@ KNOWN = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")
 TOKENS = ("input_ids", "inputs_embeds")
 ACCEPTED = (*TOKENS, "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+ENCODED = "mm_encoder_outputs"
+"""Images and videos, encoded by `generate`; empty if there are none."""
+KEPT = ("logits", "past_key_values", "rope_deltas")
+"""Outputs that become those of all tokens; `rope_deltas` are of images, and dropped."""
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -325,8 +327,9 @@ def read_new_tokens(inputs: Inputs, *, columns: int, lengths: Sequence[int]) -> 
 
 def _refuse_unknown(inputs: Inputs) -> None:
     for name, value in inputs.items():
-        if name in OUTPUTS and not value:
+        if name in (*OUTPUTS, ENCODED) and not value:
             continue
+        name = "images or videos" if name == ENCODED else name
         if name in OUTPUTS:
             raise UsageError(f"{name} is not supported with a GenerationCache: each rank has its own tokens only")
         if name not in ACCEPTED and value is not None:
