@@ -24,6 +24,7 @@ from mesh_attention.kernels.intervals import IntervalKernel
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
 from mesh_attention.kernels.torch_attention import CudnnKernel, TorchFlashKernel
+from mesh_attention_lab.testing.kernel_conformance import Setting, documents_stay_apart
 
 PACKAGES: dict[Release, Callable[[list[str]], ModuleType]] = {
     FLASH_ATTN_2: flash_attn_2,
@@ -189,6 +190,12 @@ def test_long_windows_are_calls_of_their_own(aten: FakeAten, taking: Taking) -> 
     assert (aten.calls, taking.calls) == (["cudnn forward causal"] * 2, [])
 
 
+@pytest.mark.parametrize("kernel", KERNELS_BY_NAME)
+def test_windows_keep_documents_apart(aten: FakeAten, packages: list[str], kernel: str) -> None:
+    documents_stay_apart(KERNELS_BY_NAME[kernel], Setting(dtype=torch.float32, head_dim=8))
+    assert aten.calls or packages
+
+
 def test_a_torch_without_flash_still_has_cudnn(aten: FakeAten, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     for mask in ("window", "causal"):
@@ -279,7 +286,7 @@ def test_each_kernel_says_where_it_stops(
     hopper: pytest.MonkeyPatch, packages: list[str], golden: Callable[[str, str], None]
 ) -> None:
     """Asked as a Hopper GPU with everything installed, and then with a little less."""
-    hopper.setattr(launching, "_is_installed", lambda: True)
+    hopper.setattr(launching, "find_spec", lambda name: name)
     hopper.setattr(torch.cuda, "is_available", lambda: True)
     kernels: list[Any] = [*KERNELS_BY_NAME.values(), IntervalKernel(), TritonDecode()]
 
@@ -289,7 +296,7 @@ def test_each_kernel_says_where_it_stops(
         return [f"{title}: {name} {reason}" for name, reason in reasons if reason is not None]
 
     lines = [line for title, changes in DEMANDS.items() for line in said(title, kernels, changes)]
-    hopper.setattr(launching, "_is_installed", lambda: False)
+    hopper.setattr(launching, "find_spec", lambda name: None)
     lines += said("without Triton", kernels[-2:], {})
     hopper.setattr(torch.backends.cudnn, "version", lambda: 91500)
     lines += said("cuDNN 9.15.0", [CudnnKernel()], {})

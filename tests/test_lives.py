@@ -54,7 +54,7 @@ def test_the_files_of_a_call_between_processes_are_those_of_the_page(tmp_path: P
     """All of them, values included, on two processes with Gloo."""
     passed = traced(CALL, *(["0", str(tmp_path / "store")], ["1", str(tmp_path / "store")]))
     assert passed == listed("The life of a call")
-    assert len(passed) <= 35
+    assert len(passed) <= 37
 
 
 def test_the_files_of_a_tuning_are_those_of_the_page() -> None:
