@@ -493,6 +493,19 @@ def attention_of(model: Any) -> MeshAttention:
     return parallel.attention
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("tokens", "real"), [(20, 20), (20, 3), (3, 3)])
+def test_a_spoiled_row_stays_alone(model: Any, tokens: int, real: int) -> None:
+    given = {"attention_mask": mask([tokens, tokens, real], tokens)}
+    embedded, kept = model.get_input_embeddings()(ids(3, tokens)), []
+    for value in (0.5, torch.nan):
+        embedded[1] = value
+        out = generated(model, None, inputs_embeds=embedded, **given)
+        kept.append(torch.stack(out.logits, 1)[[0, 2]])
+    assert torch.equal(*kept)
+    assert kept[1].isfinite().all()
+
+
 def test_tokens_are_not_guessed_on_a_cache_that_cannot_be_cropped(model: Any) -> None:
     windowed = parallelize(make_model("mistral"), attention_of(model)).eval()
     first = generated(windowed, ids(1, 8))

@@ -304,7 +304,7 @@ def _boundaries(name: str, cuts: Boundaries) -> tuple[int, ...] | None:
 
 
 def _boundary_tensor(name: str, cuts: Boundaries) -> Tensor | None:
-    return cuts if cuts is None or isinstance(cuts, Tensor) else torch.tensor(_boundaries(name, cuts))
+    return cuts if cuts is None or isinstance(cuts, Tensor) else torch.tensor(_boundaries(name, cuts), device="cpu")
 
 
 def _window(sides: object) -> tuple[int, int]:

@@ -188,7 +188,7 @@ class _FindDocuments:
             )
         rows = cuts_of_restarts(whole)
         rows = rows[:1] if len(set(rows)) == 1 else rows
-        return () if rows == ((0, whole.shape[1]),) else tuple(map(torch.tensor, rows))
+        return () if rows == ((0, whole.shape[1]),) else tuple(torch.tensor(row, device="cpu") for row in rows)
 
 
 class SavedAttention(SelectiveAC):  # type: ignore[misc]

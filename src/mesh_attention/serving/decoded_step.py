@@ -45,11 +45,8 @@ class Step(Appended):
     @property
     def position_ids(self) -> Tensor:
         """The positions of all new tokens in their sequences, (sequences, new tokens); of a ragged step (1, tokens)."""
-        positions = [
-            torch.arange(grown.before.shares.length, grown.after.shares.length) for grown in self.sequences.values()
-        ]
-        by_row = torch.cat(positions)[None] if self.is_ragged else torch.stack(positions)
-        return by_row.to(self.cache.device)
+        rows = [[*range(grown.before.shares.length, grown.after.shares.length)] for grown in self.sequences.values()]
+        return torch.tensor([[at for row in rows for at in row]] if self.is_ragged else rows, device=self.cache.device)
 
     @property
     def is_ragged(self) -> bool:

@@ -63,7 +63,7 @@ class StepState:
             (self.reach.stop, stop),
             (self.slots, slots),
         ):
-            dest.copy_(torch.tensor(values, dtype=dest.dtype).view(dest.shape), non_blocking=True)
+            dest.copy_(torch.tensor(values, dtype=dest.dtype, device="cpu").view(dest.shape), non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class StepBuffers:
         self.kernels: dict[float, DecodeKernel] = {}
         self.is_connected = False
         with torch.inference_mode(False):  # later steps need not be in inference mode
-            problem = plan.problem
+            problem, dtype = plan.problem, DTYPES[plan.problem.dtype]
             self.nothing = {  # of a rank that runs none of the sequences
-                "o": torch.empty((0, problem.heads, problem.head_dim_v), dtype=DTYPES[problem.dtype], device=device),
-                "lse": torch.empty((0, problem.heads), device=device),
+                "o": torch.empty((0, problem.heads, problem.head_dim_v), dtype=dtype, device=device),
+                "lse": torch.empty((0, problem.heads), dtype=torch.promote_types(dtype, torch.float32), device=device),
             }
             self.pass_id = torch.zeros((1, 1, 2), dtype=torch.int64, device=device)
         self.inputs: list[list[Tensor]] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mesh_attention.arguments import CallOptions, Softmax
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.autograd import run_forward
+from mesh_attention.execution.autograd import run_forward, without_autocast
 from mesh_attention.execution.engine import Engine
 from mesh_attention.masks import Segment
 from mesh_attention.plan.layout import Cached, Listed, join, shifted
@@ -127,9 +127,9 @@ class Turn(Appended):
         heads = [q.shape[2] for q, _, _ in ranks]
         self._agree(layer, heads[0], softmax)
         window = cache.layers[layer].window
-        inputs = [(q, *self._keys(number, layer, window, k[0], v[0])) for number, (q, k, v) in enumerate(ranks)]
         engine = self._engine(layer, heads, options)
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(cache.device):
+            inputs = [(q, *self._keys(number, layer, window, k[0], v[0])) for number, (q, k, v) in enumerate(ranks)]
             flat = [tensor for rank in inputs for tensor in rank]
             results, _ = run_forward(engine, flat, context=hash((cache.history, layer)))
         return list(results[0::2]), list(results[1::2])

@@ -384,9 +384,9 @@ def _check_positions(position_ids: Any, counts: Sequence[int], lengths: Sequence
     is_tensor = isinstance(position_ids, Tensor) and position_ids.dim() in (2, 3)
     if not is_tensor or position_ids.shape[-1] != new or position_ids.shape[-2] not in (1, rows):
         raise UsageError(f"position_ids is {describe(position_ids)}: expected (rows or 1, {new}), one for each token")
-    first = torch.tensor([[length + count - new] for length, count in zip(lengths, counts, strict=True)])
-    due = (first + torch.arange(new)).to(position_ids.device)
-    padding = torch.tensor([[new - count] for count in counts], device=due.device) > torch.arange(new).to(due.device)
+    device = position_ids.device
+    columns, held = torch.arange(new, device=device), torch.tensor([lengths, counts], device=device)[..., None]
+    due, padding = held.sum(0) - new + columns, new - held[1] > columns
     right = ((position_ids == due) | padding).all(-1).view(-1, rows).all(0)
     if bool(right.all()):
         return

@@ -196,7 +196,7 @@ def _random_states(device: torch.device) -> list[str]:
 
 
 def _set_random_states(states: list[str], device: torch.device) -> None:
-    tensors = [torch.tensor(list(b64decode(state)), dtype=torch.uint8) for state in states]
+    tensors = [torch.tensor(list(b64decode(state)), dtype=torch.uint8, device="cpu") for state in states]
     torch.set_rng_state(tensors[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(tensors[1], device)
