@@ -6,9 +6,11 @@ compared with dense attention in float64 that shares no code with the library.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +63,9 @@ class Call:
     """The call is made twice and has to give the same bits."""
     poison: str | None = None
     """Q or K, whose first number is NaN."""
+    spoiled: tuple[str, int, int, str] | None = None
+    """Some of Q, K, V and dO as letters of "qkvo", a row of the batch, a document, and "nan" or "inf", the only number
+    that the document has there. All other documents have to keep their bits."""
     wrong: str | None = None
 
 
@@ -191,9 +196,9 @@ class Attended:
         attend: Callable[..., Any] | None = None,
     ) -> None:
         """`attend` calls the attention, in some other way than by its name."""
-        self.attention, self.call, self.attend = attention, call, attend or attention
+        self.attention, self.call, self.attend, self.device = attention, call, attend or attention, device
         self.wholes = wholes_of(call, device)
-        self.has_grad = call.mode == "grad" and any(call.needs) and call.poison is None
+        self.has_grad = call.mode in ("grad", "autocast", "meta") and any(call.needs) and call.poison is None
         self.has_lse = call.arguments.get("return_lse", False)
         self.into = [name for name in call.into if self.has_grad and (name == "out" or self.has_lse)]
         self.ids = [_positions(attention, seq) for seq in (call.seq_q, call.seq_k)]
@@ -220,6 +225,8 @@ class Attended:
             sides.append([self._formatted(x) for x in shards])
         versions = [x._version for side in sides for x in side]
         modes: dict[str, Any] = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+        modes |= {"autocast": partial(torch.autocast, torch.device(device).type, torch.bfloat16)}
+        modes |= {"meta": partial(torch.device, "meta")}  # the default device
         with modes[call.mode]():
             inputs = sides if attention.is_local else [side[0] for side in sides]
             results = self.attend(*inputs, **arguments_of(call, device))
@@ -240,7 +247,10 @@ class Attended:
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """The gradients of the whole output and LSE; zero where none are given."""
-        d_out, d_lse = (x * (name in self.into) for name, x in zip(("out", "lse"), self.wholes[3:], strict=True))
+        d_out, d_lse = (
+            x.clone() if name in self.into else torch.zeros_like(x)
+            for name, x in zip(("out", "lse"), self.wholes[3:], strict=True)
+        )
         for ids, skip in zip(self.ids[0], self.skipped, strict=True):
             if skip:
                 d_out[:, ids] = 0.0
@@ -271,7 +281,34 @@ class Attended:
         ends = self.ends()
         if ends:
             torch.autograd.backward(*zip(*ends, strict=True))
+        if self.call.spoiled is not None:
+            return self._spread()
         return [*self.wrong_results(), *(self.wrong_gradients() if ends else []), *self._wrong_whole()]
+
+    def _spread(self) -> list[str]:
+        """What has other bits outside of the spoiled document than in the same call without it."""
+        assert self.call.spoiled is not None
+        clean = Attended(self.attention, replace(self.call, spoiled=None), self.device, attend=self.attend)
+        if ends := clean.ends():
+            torch.autograd.backward(*zip(*ends, strict=True))
+        found, spans = list(self.problems), document_of(self.call)
+        for (name, side, ids, ours), (*_, due) in zip(self._by_token(), clean._by_token(), strict=True):
+            kept = torch.ones(ours.shape[:2], dtype=torch.bool)
+            kept[self.call.spoiled[1]] = (ids < spans[side].start) | (ids >= spans[side].stop)
+            if not torch.equal(ours[kept], due[kept]):
+                found.append(f"{name} of another document than the spoiled one has changed")
+        return found
+
+    def _by_token(self) -> Iterator[tuple[str, int, Tensor, Tensor]]:
+        """Results and gradients of each rank, (batch, tokens, …): name, side, positions, numbers."""
+        for at, (comm, q_ids, k_ids) in enumerate(zip(self.attention.comms, *self.ids, strict=True)):
+            yield f"out of rank {comm.rank}", 0, q_ids, self._plain(self.outs[at].detach())
+            if self.lses is not None:
+                lse = self.lses[at].detach()
+                yield f"lse of rank {comm.rank}", 0, q_ids, (lse[None] if self.call.is_packed else lse).transpose(1, 2)
+            for name, leaves in zip("qkv", self.leaves, strict=True):
+                if (grad := leaves[at].grad) is not None:
+                    yield f"d{name} of rank {comm.rank}", int(name != "q"), k_ids if name != "q" else q_ids, grad
 
     def wrong_results(self) -> list[str]:
         call, truth, found = self.call, self.truth, list(self.problems)
@@ -308,8 +345,8 @@ class Attended:
             return []
         # Equal covers an LSE of -inf; where rounding alone may be worse than anything, nothing is asked.
         wrong = ~((ours.double() == due) | ((ours.double() - due).abs() <= allowed) | (allowed == torch.inf))
-        if self.call.poison is not None:  # NaN must show wherever it has an effect; it may spread to masked pairs
-            wrong = torch.where(due.isnan(), ~ours.isnan(), wrong & ~ours.isnan())
+        if self.call.poison is not None:  # NaN must show wherever it has an effect; elsewhere, see `Truth`
+            wrong = torch.where(due.isnan(), ~ours.isnan(), wrong)
         if not wrong.any():
             return []
         at = tuple(int(i) for i in wrong.nonzero()[0])
@@ -381,6 +418,12 @@ def wholes_of(call: Call, device: torch.device | str = "cpu") -> list[Tensor]:
         at = "qk".index(call.poison)
         found[at] = found[at].clone()
         found[at][0, 0, 0, 0] = torch.nan
+    if call.spoiled is not None:
+        sides, row, _, value = call.spoiled
+        for at in map("qkvo".index, sides):
+            span = document_of(call)[at in (1, 2)]
+            found[at] = found[at].clone()
+            found[at][row, span.start : span.stop] = float(value)
     wide = torch.promote_types(DTYPES[call.dtype], torch.float32)
     d_lse = torch.randn((call.batch, call.heads, call.seq_q), generator=generator, dtype=torch.float64) * call.sizes[3]
     return [*found, d_lse.to(device, wide)]
@@ -400,11 +443,26 @@ def arguments_of(call: Call, device: torch.device | str) -> dict[str, Any]:
 # Truth
 
 
+def cuts_of(call: Call) -> tuple[list[int], list[int]]:
+    """Where the documents of queries and of keys end."""
+    cuts_q, cuts_k = (call.arguments.get(f"cu_seqlens_{side}") for side in "qk")
+    return cuts_q or [0, call.seq_q], cuts_k or cuts_q or [0, call.seq_k]
+
+
+def document_of(call: Call) -> tuple[range, range]:
+    """Queries and keys of the spoiled document, or of the one of the poisoned token."""
+    sides = cuts_of(call)
+    if call.spoiled is not None:
+        at = call.spoiled[2] % (len(sides[0]) - 1)
+    else:
+        at = bisect_right(sides[call.poison == "k"], 0) - 1
+    return range(*sides[0][at : at + 2]), range(*sides[1][at : at + 2])
+
+
 def seen(call: Call) -> Tensor:
     """(queries, keys), by definition: the same document, and within the window around the aligned position."""
     arguments = call.arguments
-    cuts_q = arguments.get("cu_seqlens_q") or [0, call.seq_q]
-    cuts_k = arguments.get("cu_seqlens_k") or (cuts_q if arguments.get("cu_seqlens_q") else [0, call.seq_k])
+    cuts_q, cuts_k = cuts_of(call)
     left, right = arguments.get("window_size", (-1, -1))
     found = torch.zeros(call.seq_q, call.seq_k, dtype=torch.bool)
     for document in range(len(cuts_q) - 1):
@@ -462,6 +520,10 @@ class Truth:
         self.out = [x.transpose(1, 2) for x in (out, bound + tiny * (1 + v.abs().max()))]
         off = exponent + narrow.eps / 8  # fast exponentials of 16-bit kernels
         self.lse = [lse.masked_fill(blind, -torch.inf), off]
+        if call.poison is not None:  # it may spread to masked pairs of its document
+            queries, _ = document_of(call)
+            self.out[1][0, queries.start : queries.stop] = torch.inf
+            off[0, :, queries.start : queries.stop] = torch.inf
         slopes = weights * slope
         d_scores = slopes * (d_out @ v.mT - (out * d_out).sum(-1, keepdim=True) + d_lse[..., None])
         size = d_out.abs() @ v.abs().mT + ((weights @ v.abs()) * d_out.abs()).sum(-1, keepdim=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from attending import (
     CASES,
+    DTYPES,
     Attended,
     call_of,
     counts_of,
@@ -76,6 +77,37 @@ def test_any_plan_computes_attention(plan: Plan, softcap: float) -> None:
     """Whatever problem, planner and options: the forward and backward plans of one draw, executed."""
     attention = MeshAttention(LocalGroup(plan.problem.ranks), layout=plan.layout, **options_of(plan))
     Attended(attention, call_of(plan.problem, softcap=softcap)).compare()
+
+
+SPOILED = ("q", "k", "v", "o", "qkvo")
+
+
+@pytest.mark.parametrize(("turn", "layout"), list(enumerate(LAYOUTS)), ids=LAYOUTS)
+@pytest.mark.parametrize("name", ["causal-documents-window", "cross-documents", "documents", "batch"])
+def test_a_spoiled_document_stays_alone_by_every_planner(name: str, turn: int, layout: str) -> None:
+    for ranks, dim_v, softcap, dtype in ((4, 8, 0.0, "float32"), (3, 5, 1.5, "bfloat16")):
+        for number, options in list(enumerate(planners(ranks).values()))[(turn + len(name)) % 4 :: 4]:
+            call = widened(replace(CASES[name], dtype=dtype, dim_v=dim_v), options)
+            spoiled = SPOILED[number % 5], number % call.batch, number % 3, ("nan", "inf")[turn % 2]
+            call = replace(call, arguments=call.arguments | {"softcap": softcap}, spoiled=spoiled)
+            Attended(MeshAttention(LocalGroup(ranks), layout=layout, **options), call).compare()
+
+
+@given(
+    plans(max_ranks=8, of_inputs=True),
+    st.sampled_from([0.0, 2.0]),
+    st.tuples(st.sampled_from(SPOILED), st.integers(0, 1), st.integers(0, 3), st.sampled_from(["nan", "inf"])),
+    st.sampled_from(list(DTYPES)),
+)
+@settings(max_examples=40)
+def test_a_spoiled_document_stays_alone(
+    plan: Plan, softcap: float, spoiled: tuple[str, int, int, str], dtype: str
+) -> None:
+    """Whatever problem, planner and options: NaN of one document, or row of a batch, reaches no other."""
+    attention = MeshAttention(LocalGroup(plan.problem.ranks), layout=plan.layout, **options_of(plan))
+    call = call_of(plan.problem, softcap=softcap)
+    spoiled = (spoiled[0], spoiled[1] % call.batch, *spoiled[2:])
+    Attended(attention, replace(call, dtype=dtype, spoiled=spoiled)).compare()
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("causal", 6), ("window", 4), ("cross-documents", 6), ("batch", 4)])

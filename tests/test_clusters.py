@@ -17,8 +17,9 @@ from mesh_attention.clusters import (
     parse_cluster,
     read_cluster,
 )
-from mesh_attention.errors import ParseError
+from mesh_attention.errors import ParseError, TopologyError
 from mesh_attention.topology import Device, KernelRate, Link, Topology
+from mesh_attention_lab.cli.main import main
 
 # Presets
 
@@ -47,7 +48,7 @@ def values(draw: st.DrawFn, value_class: type) -> Any:
     """A value with any fields, so that a field that is added later is drawn as well."""
     above_0 = st.one_of(st.integers(1, 10**12), st.floats(1e-12, 1e12))
     scalars = {
-        "str": st.text(st.characters(exclude_categories=["Cs"])),
+        "str": st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1),
         "bool": st.booleans(),
         "int": st.integers(1, 1000),
         "float": above_0,
@@ -62,10 +63,32 @@ def values(draw: st.DrawFn, value_class: type) -> Any:
     return value_class(**drawn)
 
 
-@example(topology=replace(cluster_named("h100"), name='\x00\x1f\x7f\x80"\\\r\n#'), note="# [")
+@example(topology=replace(cluster_named("h100"), name='"\\#\U0001f600'), note="# [")
 @given(topology=values(Topology), note=st.text(st.characters(exclude_categories=["Cs", "Cc"])))
 def test_a_cluster_reads_back_from_its_file(topology: Topology, note: str) -> None:
     assert parse_cluster(cluster_to_toml(topology, note=note)) == topology
+
+
+@given(name=st.text().filter(lambda name: not name.isprintable()) | st.sampled_from(["", "\x1b[31m", "a\x07", "\x9b"]))
+def test_a_name_that_cannot_be_printed_is_refused(name: str) -> None:
+    """Whatever is said of it, here and by the command line, can be printed: a terminal obeys some characters."""
+    with pytest.raises(TopologyError, match="expected a text that can be printed") as caught:
+        replace(cluster_named("h100"), name=name)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("command", ["simulate", "tune"])
+@pytest.mark.parametrize(
+    "line", ['name = "\\u001b]0;t\\u0007\\u009b"', '"\\u001b[31m\\u0007\\u009b" = 1\nname = "h100"']
+)
+def test_the_command_line_prints_no_control_characters_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, line: str
+) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(cluster_to_toml(cluster_named("h100x8")).replace('name = "h100"', line, 1))
+    assert main([command, "--seq", "1k", "--heads", "8", "--cluster", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out + err).replace("\n", "").isprintable()
 
 
 def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:

@@ -48,6 +48,21 @@ def test_transports_between_processes(transport: type, wrapper: str, ranks: int)
     shared_pool().run(ranks, run_checks, transport, wrapper)
 
 
+def test_a_local_group_keeps_no_texts() -> None:
+    """Not even if ranks are several sharings apart, in any order; each sharing has its own texts."""
+    group = LocalGroup(3)
+    sharings = {(rank, number): group.comm(rank).share(f"{number}") for rank in (2, 0, 1) for number in range(4)}
+    assert [sharing.result() for sharing in sharings.values()] == [[f"{number}"] * 3 for number in range(4)] * 3
+    attention = MeshAttention(group)
+    for tokens in range(3, 12):
+        parts = attention.shard(torch.zeros(1, tokens, 1, 4))
+        attention(parts, parts, parts, seq_len=tokens)
+    assert "attention" not in repr(vars(group))
+    group.comm(0).share("of a call that fails")
+    group.forget()
+    assert "fails" not in repr(vars(group))
+
+
 def test_recording_counts_both_ways_by_label() -> None:
     group = LocalGroup(2)
     ends = [Counting(group.comm(rank)) for rank in range(2)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -517,6 +519,130 @@ def test_a_mesh_attention_chooses_method_and_layout(pool: RankPool) -> None:
     assert max(map(max, pool.run(4, option_errors))) <= 1e-12
 
 
+# Masks
+
+
+def all_masks(shape: tuple[int, ...], is_masking: bool) -> list[Tensor]:
+    """Masks of every type and of every shape that broadcasts to this one; `is_masking` with one element masked."""
+    masks = []
+    for dims in itertools.product((False, True), repeat=4):
+        sizes = [size if is_whole else 1 for size, is_whole in zip(shape, dims, strict=True)]
+        allowed = torch.ones(sizes, dtype=torch.bool)
+        allowed.view(-1)[-1] = not is_masking
+        masks += [allowed, torch.zeros(sizes, dtype=F64).masked_fill(~allowed, -torch.inf)]
+    return [*masks, masks[-1][-1, -1:], masks[-1][-1, -1]]
+
+
+def use_masks(group: Any) -> tuple[list[float], list[str]]:
+    mesh, rank, errors = mesh_of(group), dist.get_rank(group), []
+    generator = torch.Generator().manual_seed(9)
+    whole = torch.randn(2, 4, 13, 8, dtype=F64, generator=generator)
+    due = scaled_dot_product_attention(whole, whole, whole)
+    heads = nn.MultiheadAttention(8, 2, batch_first=True, dtype=F64)
+    tokens = torch.randn(2, 13, 8, dtype=F64, generator=generator)
+    for parameter in heads.parameters():
+        dist.broadcast(parameter.detach(), group=group, group_src=0)
+    due_tokens = heads(tokens, tokens, tokens, need_weights=False)[0].detach()
+    mine, mine_tokens = whole.clone(), tokens.clone()
+    with context_parallel(mesh, buffers=[mine, mine_tokens], buffer_seq_dims=[2, 1]):
+        parts, local = (2, 4, mine.shape[2], mine.shape[2]), mine_tokens
+        for mask in (*all_masks(parts, False), torch.ones(1, 1, 1, 13, dtype=torch.bool)):
+            out = scaled_dot_product_attention(mine, mine, mine, attn_mask=mask if rank != 1 else None)
+            errors.append(error(context_parallel_unshard(mesh, [out], [2])[0], due))
+        unpadded = torch.zeros(local.shape[:2], dtype=torch.bool)
+        out = heads(local, local, local, need_weights=False, key_padding_mask=unpadded)[0]
+        errors.append(error(context_parallel_unshard(mesh, [out.detach()], [1])[0], due_tokens))
+        learned = torch.zeros(1, 4, *parts[2:], dtype=F64, requires_grad=True)
+        refused = [*all_masks(parts, True), learned, torch.full(parts, torch.nan), torch.zeros(parts, dtype=torch.long)]
+        answers = [said(lambda mask=mask: scaled_dot_product_attention(mine, mine, mine, mask)) for mask in refused]
+        answers.append(said(lambda: heads(*[local] * 3, need_weights=False, key_padding_mask=~unpadded)))
+    return errors, answers
+
+
+def test_a_mask_that_masks_nothing_counts_as_none_and_any_other_is_refused(pool: RankPool) -> None:
+    for errors, answers in pool.run(3, use_masks):
+        assert max(errors) <= 1e-12
+        assert {answer.partition(":")[0] for answer in answers} == {"UsageError"}
+        assert all("attn_mask masks tokens" in answer for answer in answers if "gradient" not in answer)
+
+
+def mask_one_rank(group: Any, is_known: bool) -> str:
+    mesh, x = mesh_of(group), torch.randn(1, 2, 6, 8)
+    padding = torch.ones(1, 1, 1, 6, dtype=torch.bool)
+    with context_parallel(mesh):
+        if is_known:
+            scaled_dot_product_attention(x, x, x)
+        padding[..., -1] = dist.get_rank(group) != 0
+        start = time.monotonic()
+        answer = said(lambda: scaled_dot_product_attention(x, x, x, attn_mask=padding))
+    assert time.monotonic() - start < 25
+    return answer
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_all_ranks_raise_where_the_mask_of_one_masks_tokens(is_known: bool) -> None:
+    with RankPool(3, sizes=(3,)) as pool:
+        ours, *theirs = pool.run(3, mask_one_rank, is_known)
+    assert ours.startswith("UsageError: attn_mask masks tokens")
+    assert all("rank 0 refused" in answer and "attn_mask masks tokens" in answer for answer in theirs)
+
+
+def compile_with_a_mask(group: Any) -> str:
+    x, mask = torch.randn(1, 2, 6, 8), torch.ones(1, 1, 1, 6, dtype=torch.bool)
+    attend = torch.compile(partial(scaled_dot_product_attention, attn_mask=mask), backend="aot_eager")
+    with context_parallel(mesh_of(group)):
+        return said(lambda: attend(x, x, x))
+
+
+def test_a_mask_in_compiled_code_is_refused(pool: RankPool) -> None:
+    for answer in pool.run(2, compile_with_a_mask):
+        assert "attn_mask cannot be read while a compiler traces" in answer
+
+
+# Tokens that all ranks hold
+
+
+def attend_to_text(group: Any, tokens: int, text_tokens: int, is_known: bool) -> tuple[float | None, str]:
+    """What all ranks hold, but as keys that are as many as some rank's part of the queries."""
+    mesh, generator = mesh_of(group), torch.Generator().manual_seed(0)
+    x, text = (torch.randn(1, 2, n, 8, dtype=F64, generator=generator) for n in (tokens, text_tokens))
+    due, mine, found = scaled_dot_product_attention(x, text, text), x.clone(), []
+    with context_parallel(mesh, buffers=[mine], buffer_seq_dims=[2]):
+        if is_known:
+            scaled_dot_product_attention(mine, mine, mine)
+        answer = said(lambda: found.append(scaled_dot_product_attention(mine, text, text)))
+    return (error(found[0], MeshAttention(group).shard(due, dim=2)) if found else None), answer
+
+
+@pytest.mark.parametrize("tokens", [63, 64, 61])
+def test_tokens_that_all_ranks_hold_are_right_or_refused_on_all(pool: RankPool, tokens: int) -> None:
+    for text_tokens in (14, 15, 16, 17):
+        results = pool.run(4, attend_to_text, tokens, text_tokens, False)
+        assert len({answer == "nothing was raised" for _, answer in results}) == 1, results
+        for found, answer in results:
+            assert found is None or found <= 1e-12
+            assert found is not None or "buffers=" in answer, answer
+
+
+def test_a_rank_that_finds_its_tokens_ambiguous_names_the_argument_to_all_in_a_known_call() -> None:
+    with RankPool(4, sizes=(4,)) as pool:
+        for _, answer in pool.run(4, attend_to_text, 63, 16, True):
+            assert "buffers=" in answer
+
+
+def shard_the_text(group: Any) -> float:
+    mesh, generator = mesh_of(group), torch.Generator().manual_seed(0)
+    x, text = (torch.randn(1, 2, n, 8, dtype=F64, generator=generator) for n in (63, 16))
+    due, mine, mine_text = scaled_dot_product_attention(x, text, text), x.clone(), text.clone()
+    with context_parallel(mesh, buffers=[mine, mine_text], buffer_seq_dims=[2, 2]):
+        out = scaled_dot_product_attention(mine, mine_text, mine_text)
+    return error(out, MeshAttention(group).shard(due, dim=2))
+
+
+def test_such_tokens_may_be_buffers_too(pool: RankPool) -> None:
+    assert max(pool.run(4, shard_the_text)) <= 1e-12
+
+
 # What is refused
 
 
@@ -549,6 +675,7 @@ def refusals(group: Any) -> dict[str, str]:
     trials = {
         "nested": inside(enter()),
         "mask": inside(lambda: sdpa(x, x, x, attn_mask=torch.ones(6, 6))),
+        "learned mask": inside(lambda: sdpa(x, x, x, attn_mask=torch.zeros(6, 6, requires_grad=True))),
         "dropout": inside(lambda: sdpa(x, x, x, dropout_p=0.1)),
         "heads": inside(lambda: sdpa(x, half, half)),
         "broadcast": inside(lambda: sdpa(torch.cat([x, x]), x, x)),
@@ -563,7 +690,7 @@ def refusals(group: Any) -> dict[str, str]:
         "weights": inside(lambda: heads(tokens, tokens, tokens)),
         "bias": inside(lambda: odd(tokens, tokens, tokens, need_weights=False)),
         "padding": inside(
-            lambda: heads(*[tokens] * 3, need_weights=False, key_padding_mask=torch.zeros(4, 6, dtype=torch.bool))
+            lambda: heads(*[tokens] * 3, need_weights=False, key_padding_mask=torch.ones(4, 6, dtype=torch.bool))
         ),
         "training dropout": inside(lambda: layer(*[tokens] * 3, need_weights=False)),
         "lengths": inside(lambda: sdpa(x, x, x), buffers=[torch.zeros(12), torch.zeros(11)], buffer_seq_dims=[0, 0]),
@@ -583,7 +710,7 @@ def refusals(group: Any) -> dict[str, str]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of flex_attention that is not compiled
-        answers = {name: said(trial) for name, trial in trials.items()}
+        answers = {name: said(trial).partition("\n\nfrom user code")[0] for name, trial in trials.items()}  # its path
     assert torch.equal(sdpa(x, x, x), sdpa(x, x, x))  # nothing is left behind
     return answers
 

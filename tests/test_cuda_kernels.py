@@ -24,6 +24,7 @@ from mesh_attention.kernels.intervals import IntervalKernel
 from mesh_attention.kernels.reference import ReferenceKernel
 from mesh_attention.kernels.select import KERNELS, choose_kernel
 from mesh_attention.kernels.torch_attention import CudnnKernel, TorchFlashKernel
+from mesh_attention_lab.testing.kernel_conformance import Setting, documents_stay_apart
 
 PACKAGES: dict[Release, Callable[[list[str]], ModuleType]] = {
     FLASH_ATTN_2: flash_attn_2,
@@ -187,6 +188,12 @@ def test_long_windows_are_calls_of_their_own(aten: FakeAten, taking: Taking) -> 
     given = case(LONG, heads=1, kv_heads=1)
     CudnnKernel().forward(*given[:3], given.scores)
     assert (aten.calls, taking.calls) == (["cudnn forward causal"] * 2, [])
+
+
+@pytest.mark.parametrize("kernel", KERNELS_BY_NAME)
+def test_windows_keep_documents_apart(aten: FakeAten, packages: list[str], kernel: str) -> None:
+    documents_stay_apart(KERNELS_BY_NAME[kernel], Setting(dtype=torch.float32, head_dim=8))
+    assert aten.calls or packages
 
 
 def test_a_torch_without_flash_still_has_cudnn(aten: FakeAten, monkeypatch: pytest.MonkeyPatch) -> None:

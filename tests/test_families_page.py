@@ -10,20 +10,22 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "campaign"))
-from families_page import BATCHES, REASONS, page, reason_of  # noqa: E402
+from families_page import BATCHES, REASONS, TEXTS, page, reason_of  # noqa: E402
 
 CHUNKED = (
     "llama4 mixes tokens outside of plain attention (layer_types has 'chunked_attention'), where each rank would …"
 )
 OWN_LOSS = "BertForMaskedLM computes its loss in its own way, which does not add up over the ranks (expected …)"
+PADDING = "WhisperForCausalLM counts padding as positions, because its forward takes no position_ids, and …; generate …"
 POOLED = "BertModel returns pooler_output, which it computes from all tokens or from one (a pooled output); …"
 
 
 def refused(why: str, *batches: str) -> dict[str, Any]:
     said = {
-        batch: ["refused", why] if not batches or batch in batches else ["right", "output: 1e-7"] for batch in BATCHES
+        batch: ["refused", why] if not batches or batch in batches else ["right", "output: 1e-7"]
+        for batch in (*BATCHES, *TEXTS)
     }
-    misuse = {"generate": ["refused", "UsageError: ranks were called with different arguments"]}
+    misuse = {"generate from shards": ["refused", "UsageError: ranks were called with different arguments"]}
     return {"verdict": "right" if batches else "refused", "batches": said | misuse}
 
 
@@ -34,6 +36,7 @@ RESULTS: list[Any] = [
     ("gemma3", "causal", "Gemma3ForCausalLM", refused("", "none")),
     ("llama", "causal", "LlamaForCausalLM", refused("", "none")),
     ("llama4", "causal", "Llama4ForCausalLM", refused(CHUNKED)),
+    ("whisper", "causal", "WhisperForCausalLM", refused(PADDING, "generate padded", "generate beams")),
     ("llama4_text", "causal", "Llama4ForCausalLM", refused(CHUNKED)),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from campaign import faults
 from campaign.faults import Setting, run_cell
 from pool import said, shared_pool
+from serving_cases import HEAD_DIM, HEADS, KV_HEADS, VALUE_DIM, cache_of
 
 from mesh_attention import DisagreementError, LocalGroup
 from mesh_attention.api import MeshAttention, mesh_attention
@@ -136,7 +138,24 @@ DIFFERENCES: dict[str, Callable[[Any, bool], Any]] = {
     "operation is unshard on rank(s) 0,2, but attention on rank(s) 1; nothing was sent": lambda group, odd: (
         _call(group) if odd else _unshard(group, LOCAL)
     ),
+    "the cache's dtype is torch.float32 on rank(s) 0,2, but torch.float64 on rank(s) 1; nothing": lambda group, odd: (
+        _serve(group, dtype=torch.float64 if odd else torch.float32)
+    ),
+    "the cache's tokens is 200 on rank(s) 0,2, but 300 on rank(s) 1; nothing was sent": lambda group, odd: _serve(
+        group, tokens=300 if odd else 200
+    ),
+    "the cache's layers is (CachedLayer(kv_heads=2, head_dim=4, head_dim_v=3, window=None),) on": lambda group, odd: (
+        _serve(group, windows=(5 if odd else None,))
+    ),
 }
+
+
+def _serve(group: Any, *, decodes: bool = False, **sizes: Any) -> Any:
+    cache = cache_of(MeshAttention(group), **sizes)
+    number, ranks = cache.new(), 1 if decodes else dist.get_world_size(group)
+    part = (cache.decode if decodes else cache.prefill)({number: ranks})
+    shapes = ((1, 1, HEADS, HEAD_DIM), (1, 1, KV_HEADS, HEAD_DIM), (1, 1, KV_HEADS, VALUE_DIM))
+    return part.attend(0, *(torch.ones(shape, dtype=cache.dtype) for shape in shapes))
 
 
 def make_differences(group: Any) -> list[tuple[str, str]]:
@@ -153,6 +172,24 @@ def test_ranks_that_differ_raise_everywhere_and_the_group_still_works() -> None:
         for due, raised in found:
             assert due in raised
             assert raised.startswith("ProblemError" if due.startswith("ranks hold") else "DisagreementError")
+
+
+def decode_on_other_caches(group: Any, **sizes: Any) -> str:
+    rank = dist.get_rank(group)
+    return said(lambda: _serve(group, decodes=True, **{name: values[rank == 1] for name, values in sizes.items()}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "due"),
+    [
+        ({"dtype": (torch.float32, torch.float64)}, "the cache's dtype is torch.float32 on rank(s) 0,2, but torch.fl"),
+        ({"tokens": (200, 300)}, "the cache's tokens is 200 on rank(s) 0,2, but 300 on rank(s) 1"),
+    ],
+)
+def test_ranks_that_decode_on_other_caches_name_what_differs(sizes: dict[str, Any], due: str) -> None:
+    for raised in shared_pool().run(3, partial(decode_on_other_caches, **sizes)):
+        assert raised.startswith("DisagreementError: rank 1 makes a different call from ranks 0, 2 in pass ")
+        assert due in raised
 
 
 # A share of the table

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from mesh_attention.kernels.base import CallMask, Demand, Gradients, RowGradient, Scores
 from mesh_attention.kernels.merging import output_of
-from mesh_attention.kernels.reference import ReferenceKernel
+from mesh_attention.kernels.reference import PerDocument, ReferenceKernel
 from mesh_attention_lab.testing import kernel_conformance as suite
 from mesh_attention_lab.testing.kernel_conformance import CHECKS, Check, Setting
 
 Inputs = tuple[Tensor, Tensor, Tensor, Scores]
-GOOD = ReferenceKernel()
+GOOD = PerDocument(ReferenceKernel())
 
 
 class Broken(ReferenceKernel):
@@ -39,6 +39,10 @@ class Broken(ReferenceKernel):
     def backward(self, q: Tensor, k: Tensor, v: Tensor, row: RowGradient, scores: Scores) -> Gradients:
         q, k, v, scores = self.inputs(q, k, v, scores)
         return self.gradients(GOOD.backward(q, k, v, self.row(row), scores))
+
+
+class Dense(ReferenceKernel):
+    name = "broken"
 
 
 class RefusesEverything(Broken):
@@ -99,6 +103,7 @@ BROKEN: dict[Check, Broken] = {
     suite.causal_calls_are_exact: masked(lambda m: replace(m, form="full") if m.form == "causal" else m),
     suite.bands_are_exact: masked(lambda m: replace(m, mask=replace(m.mask, right=None))),
     suite.documents_are_exact: masked(lambda m: replace(m, mask=replace(m.mask, documents=None))),
+    suite.documents_stay_apart: Dense(),
     suite.tokens_in_several_segments_are_exact: masked(
         lambda m: replace(m, q=(range(m.q[0].start, m.q[0].start + sum(map(len, m.q))),)) if len(m.q) > 1 else m
     ),
@@ -135,7 +140,7 @@ BROKEN: dict[Check, Broken] = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CHECKS, suite.documents_stay_apart], ids=lambda check: check.__name__)
 def test_each_check_catches_a_broken_kernel(check: Check) -> None:
     with pytest.raises(AssertionError, match="broken"):
         check(BROKEN[check], Setting())

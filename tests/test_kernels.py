@@ -8,22 +8,26 @@ import pytest
 import torch
 
 from mesh_attention.kernels.base import Demand, Kernel
-from mesh_attention.kernels.reference import ReferenceKernel
+from mesh_attention.kernels.reference import PerDocument, ReferenceKernel
 from mesh_attention.kernels.select import choose_kernel
 from mesh_attention.kernels.torch_attention import CpuFlashKernel
-from mesh_attention_lab.testing.kernel_conformance import CHECKS, Check, Setting
+from mesh_attention_lab.testing.kernel_conformance import CHECKS, Check, Setting, documents_stay_apart
 
 
 def demand(softcap: float = 0.0, dv: int = 6, lse_gradient: bool = False, dtype: torch.dtype = torch.float64) -> Demand:
     return Demand(device="cpu", dtype=dtype, head_dim_qk=6, head_dim_v=dv, softcap=softcap, lse_gradient=lse_gradient)
 
 
-IN_SLICES = ReferenceKernel(nbytes=4000)  # of a few rows
+KERNELS = {
+    "cpu flash": CpuFlashKernel(),
+    "reference": ReferenceKernel(),
+    "reference in slices": ReferenceKernel(nbytes=4000),  # of a few rows
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("kernel", [CpuFlashKernel(), ReferenceKernel(), IN_SLICES], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("check", [*CHECKS, documents_stay_apart], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("kernel", list(map(PerDocument, KERNELS.values())), ids=KERNELS)
 def test_conformance(kernel: Kernel, check: Check, dtype: torch.dtype) -> None:
     check(kernel, Setting(dtype=dtype))
 

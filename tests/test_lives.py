@@ -47,7 +47,7 @@ VALUES = {"masks.py", "problem.py", "planners/choice.py"} | {
     f"plan/{name}.py" for name in ("assignment", "layout", "schedule", "steps", "plan", "format")
 }
 OF_A_CLUSTER = {"topology.py", "timeline.py", "units.py"}
-LOWERING = {f"plan/{name}.py" for name in ("lowering", "routes", "buffer_sizes", "kernel_calls", "program")}
+LOWERING = {f"plan/{name}.py" for name in ("lowering", "buffer_sizes", "kernel_calls", "program")}
 
 
 def test_the_files_of_a_call_between_processes_are_those_of_the_page(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -16,8 +18,9 @@ import torch
 import torch.distributed as dist
 from attending import CASES, counts_of, planners, relative_error, truth_of, wholes_of, widened, wrong_of
 from delaying import Delaying
-from pool import shared_pool
+from pool import said, shared_pool
 from run_ranks import RankError, RankPool
+from serving_cases import cache_of
 from torch.distributed.device_mesh import DeviceMesh
 
 from mesh_attention import TransportError, make_plan
@@ -26,6 +29,8 @@ from mesh_attention.comm.staged import StagedComm
 from mesh_attention.comm.torch_dist import TorchComm
 from mesh_attention.context_parallel import context_parallel
 from mesh_attention.planners.costs import Costs
+from mesh_attention.serving import ShardedCache
+from mesh_attention.session.agreement import Statement
 from mesh_attention_lab.testing.wrappers import Counting
 
 
@@ -163,6 +168,105 @@ def test_a_shared_pool_whose_group_failed_is_replaced(is_caught: bool) -> None:
 
 def size_and_variable(group: Any, name: str) -> tuple[int, str | None]:
     return dist.get_world_size(group), os.environ.get(name)
+
+
+# Groups that cannot be used: of the process that this one was forked from, and destroyed ones
+
+
+class Used:
+    """An attention of a group and what was made with it, in all ways to talk to the other ranks."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.attention = group, MeshAttention(group)
+        self.x = torch.randn(1, 6, 4, 4, generator=torch.Generator().manual_seed(0))
+        self.due = self.attention(self.x, self.x, self.x)
+        self.out = self.attention(*[self.x.clone().requires_grad_()] * 3)
+        self.caches = [cache_of(self.attention, dtype=torch.float32) for _ in range(2)]
+        for cache in self.caches:
+            cache.new()
+            self.turn(cache)
+            self.step(cache)
+
+    def turn(self, cache: ShardedCache) -> None:
+        turn = cache.prefill({0: 8})
+        turn.attend(0, *map(turn.shard, self._new(8)))
+
+    def step(self, cache: ShardedCache) -> None:
+        cache.decode({0: 1}).attend(0, *self._new(1))
+
+    def _new(self, tokens: int) -> list[torch.Tensor]:
+        return [torch.randn(1, tokens, *sizes) for sizes in ((4, 4), (2, 4), (2, 3))]
+
+    def trials(self) -> dict[str, Callable[[], object]]:
+        x = self.x
+        return {
+            "known call": lambda: self.attention(x, x, x),
+            "new call": lambda: self.attention(x, x, x, causal=True),
+            "backward": lambda: self.out.sum().backward(),
+            "unshard": lambda: self.attention.unshard(x),
+            "turn": lambda: self.turn(self.caches[0]),
+            "step": lambda: self.step(self.caches[1]),
+            "agreement": lambda: self.attention.session.agree(Statement(must_match={"operation": "nothing"})),
+            "new attention": lambda: MeshAttention(self.group, layout="striped")(x, x, x),
+            "function": lambda: mesh_attention(x, x, x, group=self.group),
+            "transport": lambda: MeshAttention(TorchComm(self.group))(x, x, x),
+        }
+
+
+def said_by_a_fork(call: Callable[[], object]) -> str:
+    """What a call says in a child of this process, within two seconds."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, said(call).encode())
+        os._exit(0)
+    os.close(writer)
+    has_answered = select.select([reader], [], [], 2.0)[0]
+    answer = os.read(reader, 4000).decode() if has_answered else "nothing for two seconds"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reader)
+    return answer
+
+
+def use_in_forks(group: Any) -> dict[str, str]:
+    used, answers = Used(group), {}
+    trials = used.trials() | {"refused call": lambda: used.attention(used.x, used.x, used.x, casual=True)}
+    for name, trial in trials.items():
+        if dist.get_rank(group) == 0:
+            answers[name] = said_by_a_fork(trial)
+        assert torch.equal(used.attention(used.x, used.x, used.x), used.due)
+    return answers
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_may_not_talk_on_the_group_of_its_parent(pool: RankPool, ranks: int) -> None:
+    answers = pool.run(ranks, use_in_forks)[0]
+    assert answers.pop("refused call").startswith("UsageError: unknown argument 'casual'")
+    for name, answer in answers.items():
+        is_alone = ranks == 1 and answer == "nothing was raised"  # nothing is sent
+        assert is_alone or answer.startswith("UsageError: the group belongs to the process that this one"), name
+
+
+def use_destroyed(group: Any, is_mesh: bool) -> dict[str, str]:
+    new = dist.new_group([0, 1])  # all processes take part in this
+    if dist.get_rank() > 1:
+        return {}
+    used = Used(new)
+    if is_mesh:
+        used.group = DeviceMesh.from_group(new, "cpu")
+    dist.barrier(new)
+    dist.destroy_process_group(new)
+    return {name: said(trial) for name, trial in used.trials().items()}
+
+
+@pytest.mark.parametrize("is_mesh", [False, True])
+def test_a_destroyed_group_that_is_still_referred_to_is_refused(pool: RankPool, is_mesh: bool) -> None:
+    for answers in pool.run(8, use_destroyed, is_mesh, timeout_s=30.0)[:2]:
+        for name, answer in answers.items():
+            assert answer.endswith("the process group was destroyed; create a new one, and a MeshAttention on it"), name
+            assert answer.count("destroyed") == 1, name
 
 
 # What a destroyed group leaves behind

@@ -27,7 +27,7 @@ from mesh_attention.errors import CacheFullError, UsageError
 from mesh_attention.execution.compiled import Compiled, compile_program, stretched
 from mesh_attention.plan.layout import Zigzag
 from mesh_attention.plan.plan import rank_costs
-from mesh_attention.serving import ShardedCache, Turn
+from mesh_attention.serving import ShardedCache, Step, Turn
 from mesh_attention.serving.book import Shares, clip
 from mesh_attention.serving.step_runner import MOST_STEPS
 from mesh_attention_lab.recording import record
@@ -42,6 +42,62 @@ def test_random_lives_equal_one_processs_attention() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_random_lives_on_processes_do_too(ranks: int) -> None:
     assert shared_pool().run(ranks, lives_on_rank, 1000 * ranks, 15, ranks) == [[]] * ranks
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([None, 4]),
+    st.sampled_from([0.0, 2.0]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([torch.nan, torch.inf]),
+)
+def test_a_spoiled_sequence_stays_alone(
+    ranks: int, window: int | None, softcap: float, dtype: torch.dtype, value: float
+) -> None:
+    """In turns and steps, also those of its fork, and when its memory goes to another."""
+    clean, beside = (kept_of(ranks, window, softcap, dtype, spoilt) for spoilt in (None, value))
+    assert all(map(torch.equal, clean, beside))
+
+
+def kept_of(ranks: int, window: int | None, softcap: float, dtype: torch.dtype, value: float | None) -> list[Tensor]:
+    """Outputs and LSEs of all sequences but one, whose numbers are `value`, and its fork."""
+    cache = cache_of(ranks, (window,), dtype=dtype, sequences=5, block_tokens=3)
+    generator, found = torch.Generator().manual_seed(0), []
+    first, bad, last = (cache.new() for _ in range(3))
+    spoiled = {bad}
+
+    def attend(turn: Turn | Step, new: dict[int, int]) -> None:
+        owners = torch.cat([torch.full((tokens,), number in spoiled) for number, tokens in new.items()])
+        sides = [
+            torch.randn(len(owners), heads, dim, generator=generator).to(dtype)
+            for heads, dim in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
+        ]
+        if value is not None:
+            for side in sides:
+                side[owners] = value
+        shape = (1, -1) if isinstance(turn, Turn) else turn.position_ids.shape
+        given = [x.reshape(*shape, *x.shape[1:]) for x in (*sides, owners)]
+        *local, masks = (turn.shard(x) if isinstance(turn, Turn) else [x] * ranks for x in given)
+        outs, lses = turn.attend(0, *local, softcap=softcap, return_lse=True)
+        for out, lse, mask in zip(outs, lses, masks, strict=True):
+            found.extend((out[~mask], lse.transpose(1, 2)[~mask]))
+
+    for new in ({first: 7, bad: 9, last: 5}, {first: 4, bad: 1, last: 2}):
+        attend(cache.prefill(new), new)
+    twins = [cache.fork(number) for number in (first, bad)]
+    spoiled.add(twins[1])
+    for tokens in (1, 2):
+        new = dict.fromkeys((first, *twins, bad, last), tokens)
+        attend(cache.decode(new), new)
+    new = {first: 1, twins[1]: 3, bad: 2, twins[0]: 1}
+    attend(cache.decode(new), new)
+    for number in spoiled:
+        cache.remove(number)
+    new = {cache.new(): 6, last: 1}
+    attend(cache.prefill(new), new)
+    attend(cache.decode(new), new)
+    return found
 
 
 def test_a_prompt_of_the_same_length_is_planned_once() -> None:

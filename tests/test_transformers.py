@@ -134,6 +134,31 @@ def test_layers_are_compiled_without_breaks_and_give_the_same(pool: RankPool, mo
     assert max(differences) <= 1e-6  # norms are in float32 here
 
 
+def spoiled_differences(group: Any, model_name: str, options: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether the other documents and rows of a batch are finite and as before, if one document is NaN."""
+    attention, results = MeshAttention(group, **options), []
+    model = parallelize(make_model(model_name), attention)
+    batch = packed((7, 12, 3), (20, 2), by="cu_seq_lens")
+    embedded = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    del batch["labels"]
+    for value in (0.5, torch.nan):
+        x = embedded.clone()
+        x[0, 7:19] = value
+        x.requires_grad_()
+        logits = model(**shard_batch(attention, batch | {"inputs_embeds": x})).logits
+        logits.backward(attention.shard(torch.ones(*x.shape[:2], logits.shape[-1], dtype=logits.dtype)))
+        kept = torch.ones(x.shape[:2], dtype=torch.bool)
+        kept[0, 7:19] = False
+        results.append((attention.unshard(logits.detach())[kept], x.grad[kept]))
+    return all(x.isfinite().all() for x in results[1]), all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("model_name", ["llama", "gemma2"])
+@pytest.mark.parametrize("options", [METHODS[0], METHODS[2]], ids=str)
+def test_a_spoiled_document_stays_alone(pool: RankPool, model_name: str, options: dict[str, Any]) -> None:
+    assert pool.run(4, spoiled_differences, model_name, options) == [(True, True)] * 4
+
+
 # Without shard_batch
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ FAMILIES = [
 
 
 def family_outcome(group: Any, model_type: str, kind: str, batch_name: str) -> str:
-    from families import batches, find_sizes, ordinary, run_batch
+    from families import batches, errors_of_batch, find_sizes, judged, ordinary
     from tiny_families import build
 
     sizes, implementation = find_sizes(model_type, kind)
@@ -48,7 +49,7 @@ def family_outcome(group: Any, model_type: str, kind: str, batch_name: str) -> s
     with torch.no_grad():
         due = ordinary(build(model_type, kind, implementation, sizes), batch_name, batch)
     attention = MeshAttention(group)
-    verdict, why = run_batch(attention, (model_type, kind, sizes), batch, (due, {}))
+    verdict, why = judged(partial(errors_of_batch, attention, (model_type, kind, sizes), batch, (due, {})))
     return verdict if verdict == "right" else f"{verdict}: {why}"
 
 

@@ -294,7 +294,7 @@ def test_a_post_that_torch_refused_is_where_a_rank_waits() -> None:
         marked.post((), ())
     waiting = watched.waiting(has_failed=False)
     assert waiting is not None
-    assert waiting.at == "backward pass 3, post 0"
+    assert waiting.where()[0] == "backward pass 3, post 0"
 
 
 def test_a_store_that_does_not_answer_is_named(started: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,17 +17,21 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     Lfm2Config,
     LlamaConfig,
+    LlavaConfig,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2VLConfig,
     Qwen3Config,
+    WhisperConfig,
 )
 
 VOCABULARY = 29
@@ -100,9 +104,39 @@ CONFIGS: dict[str, Any] = {
     "experts": lambda: MixtralConfig(
         **SIZES, num_local_experts=3, num_experts_per_tok=2, experts_implementation="eager"
     ),
+    "llava": lambda: LlavaConfig(
+        text_config=LlamaConfig(**SIZES),
+        vision_config={"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, **SMALL},
+        image_token_id=IMAGE,
+        image_seq_length=4,
+    ),
+    # Its positions are of three kinds, which are equal for text.
+    "qwen2_vl": lambda: Qwen2VLConfig(
+        text_config={
+            **{name: size for name, size in SIZES.items() if name != "head_dim"},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
+        },
+        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4},
+        image_token_id=IMAGE,
+        vision_start_token_id=1,
+    ),
+    # The decoder alone, which takes no position ids.
+    "whisper": lambda: WhisperConfig(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=24,
+        max_target_positions=64,
+        **{name: SIZES[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+    ),
 }
-UNUSUAL = ("dynamic rotary", "long rotary", "convolutions", "experts")
-"""Models that are refused, always or for some batches."""
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGE = VOCABULARY - 1
+"""The token that stands for an image."""
+VISION = ("llava", "qwen2_vl")
+UNUSUAL = ("dynamic rotary", "long rotary", "convolutions", "experts", "whisper", *VISION)
+"""Models that are refused, always or for some batches, or that only generate here."""
 
 
 def make_model(name: str, implementation: str = "eager", **changes: Any) -> Any:
@@ -110,7 +144,8 @@ def make_model(name: str, implementation: str = "eager", **changes: Any) -> Any:
     config = CONFIGS[name]()
     for key, value in changes.items():
         setattr(config, key, value)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double()
+    registry: Any = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
+    model = registry.from_config(config, attn_implementation=implementation).double()
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

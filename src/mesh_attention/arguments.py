@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -270,6 +270,13 @@ def refuse_others(others: dict[str, Any]) -> None:
     )
 
 
+def refuse_decided(options: Collection[str], why: str, *, has_layout: bool = False) -> None:
+    """Refuse options of MeshAttention that the stack of an adapter decides; `has_layout` if it checks that itself."""
+    for name in ("group", "tensor_format") if has_layout else ("group", "tensor_format", "choice", "layout"):
+        if name in options:
+            raise UsageError(f"{name}= cannot be given here: {why}")
+
+
 def refuse_unknown(given: Iterable[str], known: Sequence[str], *, of: str) -> None:
     for name in given:
         if name not in known:
@@ -297,7 +304,7 @@ def _boundaries(name: str, cuts: Boundaries) -> tuple[int, ...] | None:
 
 
 def _boundary_tensor(name: str, cuts: Boundaries) -> Tensor | None:
-    return cuts if cuts is None or isinstance(cuts, Tensor) else torch.tensor(_boundaries(name, cuts))
+    return cuts if cuts is None or isinstance(cuts, Tensor) else torch.tensor(_boundaries(name, cuts), device="cpu")
 
 
 def _window(sides: object) -> tuple[int, int]:

@@ -264,5 +264,5 @@ def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML escapes one character more
+        return json.dumps(value, ensure_ascii=False)
     return repr(value)

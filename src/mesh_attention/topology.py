@@ -111,8 +111,8 @@ class Topology:
     def __post_init__(self) -> None:
         ranks, ranks_per_node, nics = self.ranks, self.ranks_per_node, self.nics_per_node
         check_whole(TopologyError, most=MOST_RANKS, ranks=ranks, ranks_per_node=ranks_per_node, nics_per_node=nics)
-        if not isinstance(self.name, str):
-            raise TopologyError(f"name={self.name!r}: expected a text, such as 'h100'")
+        if not (isinstance(self.name, str) and self.name and self.name.isprintable()):
+            raise TopologyError(f"name={self.name!r}: expected a text that can be printed, such as 'h100'")
         for name, wanted in (("device", Device), ("inside", Link), ("between", Link)):
             if not isinstance(getattr(self, name), wanted):
                 raise TopologyError(f"{name}={getattr(self, name)!r}: expected a {wanted.__name__}(...)")

@@ -4,7 +4,8 @@
     python tests/campaign/families.py --only llama bart
 
 Each family runs in a process of its own: a tiny model with its ordinary attention on whole batches, then the same
-model on four ranks (processes with a Gloo group) through mesh attention. Logits, loss and all gradients are compared.
+model on four ranks (processes with a Gloo group) through mesh attention. Logits, loss and all gradients are compared,
+and what it generates, with tokens and logits of one process that has no cache.
 A family is right, refused (by an error of this library, on every rank), wrong, unclear (another error), or not built.
 Exit code 1 if one is wrong or unclear.
 """
@@ -36,7 +37,7 @@ from torch.nn import functional
 
 from mesh_attention.api import MeshAttention
 from mesh_attention.batches import batch_loss, shard_batch
-from mesh_attention.errors import DisagreementError, MeshAttentionError
+from mesh_attention.errors import DisagreementError, MeshAttentionError, TransportError
 from mesh_attention.transformers import parallelize
 
 FORKING = get_context("fork")
@@ -99,6 +100,46 @@ def error_of(ours: Tensor, due: Tensor, *, least: float = 1e-30) -> float:
     return error if error == error else float("inf")
 
 
+# Texts
+
+
+PROMPT = tokens(2, 21)  # each rank runs its part; of fewer, all run all
+LEFT = (torch.arange(21) >= torch.tensor([[0], [3]])).long()
+PROMPTS: dict[str, dict[str, Any]] = {
+    "generate": {"inputs": PROMPT},
+    "generate padded": {"inputs": PROMPT, "attention_mask": LEFT},
+    "generate short": {"inputs": tokens(2, 2)},
+    "generate beams": {"inputs": PROMPT, "attention_mask": LEFT, "num_beams": 2, "num_return_sequences": 2},
+    "generate chunks": {"inputs": PROMPT, "prefill_chunk_size": 18},
+    "generate turns": {"inputs": PROMPT},
+}
+SETTINGS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@torch.no_grad()
+def text(model: Any, name: str, *, is_whole: bool) -> tuple[Tensor, Tensor]:
+    """The tokens that a model generates, and their logits; `is_whole` without a cache, and so without chunks."""
+    given = SETTINGS | PROMPTS[name] | {"output_logits": True, "return_dict_in_generate": True}
+    given |= {"use_cache": False, "prefill_chunk_size": None} if is_whole else {}
+    out = model.generate(**given)
+    if name == "generate turns":
+        longer = torch.cat([out.sequences, tokens(2, 7)], dim=1)
+        given |= {
+            "inputs": longer,
+            "attention_mask": torch.ones_like(longer),
+        }  # a generated token may be that of padding
+        out = model.generate(**given, **({} if is_whole else {"past_key_values": out.past_key_values}))
+    return out.sequences, torch.stack(out.logits)
+
+
+def errors_of_text(attention: MeshAttention, family: Any, name: str, due: tuple[Tensor, Tensor]) -> dict[str, float]:
+    model_type, kind, sizes = family
+    model = parallelize(build(model_type, kind, "eager", sizes), attention)
+    sequences, logits = text(model, name, is_whole=False)
+    is_same = torch.equal(sequences, due[0])
+    return {"logits": error_of(logits, due[1]), "tokens": 0.0 if is_same else float("inf")}
+
+
 # One family
 
 
@@ -138,6 +179,11 @@ def judge(model_type: str, kind: str, folder: Path) -> dict[str, Any]:
                 gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
                 gradients["loss"] = loss.detach()
             due[name] = out.detach(), gradients
+        except Exception as error:
+            due[name] = f"not run by transformers: {brief(error)}"
+    for name in PROMPTS if model.can_generate() else ():
+        try:
+            due[name] = text(model, name, is_whole=True)
         except Exception as error:
             due[name] = f"not run by transformers: {brief(error)}"
     del model
@@ -180,9 +226,11 @@ def run_rank(rank: int, folder: Path, family: Any, implementation: str, due: Map
         (folder / f"rank{rank}.part").write_text(json.dumps(said))
         (folder / f"rank{rank}.part").rename(folder / f"rank{rank}.json")
 
-    for name, batch in batches(family[1]).items():
-        is_run = not isinstance(due[name], str)
-        said[name] = run_batch(attention, family, batch, due[name]) if is_run else ["not run", due[name]]
+    whole = batches(family[1])
+    for name, known in due.items():
+        run, what = (errors_of_batch, whole[name]) if name in whole else (errors_of_text, name)
+        is_run = not isinstance(known, str)
+        said[name] = judged(partial(run, attention, family, what, known)) if is_run else ["not run", known]
         write(said)
     for name, misuse in MISUSES.items():
         said[name] = misuse_outcome(misuse, attention, family, implementation)
@@ -190,7 +238,7 @@ def run_rank(rank: int, folder: Path, family: Any, implementation: str, due: Map
     dist.barrier()
 
 
-def generate(attention: MeshAttention, family: Any, implementation: str) -> None:
+def generate_from_shards(attention: MeshAttention, family: Any, implementation: str) -> None:
     model_type, kind, sizes = family
     model = parallelize(build(model_type, kind, implementation, sizes), attention)
     if not model.can_generate():
@@ -198,7 +246,7 @@ def generate(attention: MeshAttention, family: Any, implementation: str) -> None
     model.generate(attention.shard(tokens(1, 16)), max_new_tokens=1, do_sample=False)
 
 
-MISUSES = {"generate": generate}
+MISUSES = {"generate from shards": generate_from_shards}
 
 
 def misuse_outcome(misuse: Any, *arguments: Any) -> list[str]:
@@ -210,23 +258,31 @@ def misuse_outcome(misuse: Any, *arguments: Any) -> list[str]:
     return ["wrong", "nothing was raised"]
 
 
-def run_batch(attention: MeshAttention, family: Any, batch: Mapping[str, Any], due: Any) -> list[str]:
-    """A verdict on this rank's part, and the largest error or what was raised; `due` is the output and gradients."""
+def errors_of_batch(attention: MeshAttention, family: Any, batch: Mapping[str, Any], due: Any) -> dict[str, float]:
+    """Of this rank's part, by name; `due` is the output and gradients."""
     model_type, kind, sizes = family
+    model = parallelize(build(model_type, kind, "eager", sizes), attention)
+    local = shard_batch(attention, batch, shift_labels=kind != "masked")
+    out = model(**local)
+    errors = {"output": error_of(*real(first_output(out), attention.shard(due[0]), attention, batch))}
+    if due[1]:
+        loss = batch_loss(out.loss, local, group=None, gradients="summed")
+        loss.backward()
+        errors["loss"] = error_of(loss, due[1]["loss"])
+        least = 1e-3 * max(float(one.abs().max()) for one in due[1].values())  # a bias of keys has no effect at all
+        for key, parameter in model.named_parameters():
+            if key in due[1] and parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                errors[key] = error_of(parameter.grad, due[1][key], least=least)
+    return errors
+
+
+def judged(errors_of: Callable[[], dict[str, float]]) -> list[str]:
+    """A verdict on this rank's part, and the largest error or what was raised."""
     try:
-        model = parallelize(build(model_type, kind, "eager", sizes), attention)
-        local = shard_batch(attention, batch, shift_labels=kind != "masked")
-        out = model(**local)
-        errors = {"output": error_of(*real(first_output(out), attention.shard(due[0]), attention, batch))}
-        if due[1]:
-            loss = batch_loss(out.loss, local, group=None, gradients="summed")
-            loss.backward()
-            errors["loss"] = error_of(loss, due[1]["loss"])
-            least = 1e-3 * max(float(one.abs().max()) for one in due[1].values())  # a bias of keys has no effect at all
-            for key, parameter in model.named_parameters():
-                if key in due[1] and parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    errors[key] = error_of(parameter.grad, due[1][key], least=least)
+        errors = errors_of()
+    except TransportError as error:
+        return ["unclear", brief(error)]
     except MeshAttentionError as error:
         kind_of = "DisagreementError: " if isinstance(error, DisagreementError) else ""
         return ["refused", kind_of + str(error)]

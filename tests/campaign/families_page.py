@@ -16,6 +16,7 @@ Result = tuple[str, str, str, Mapping[str, Any]]
 """(model type, kind, name of the class, what was found)."""
 ORDER = ("right", "refused", "wrong", "unclear", "not built")
 BATCHES = ("plain", "odd", "padded right", "padded left", "packed")
+TEXTS = tuple(f"generate{how}" for how in ("", " padded", " short", " beams", " chunks", " turns"))
 WHOLE = "whole sequences"
 
 
@@ -53,12 +54,13 @@ REASONS = (
     ),
     Reason(
         "positions of its own",
-        "computes its own positions",
-        "the model counts positions itself, and would count a rank's own tokens (OPT only if padded on the left)",
+        "computes its own positions|counts padding as positions|position_ids of row",
+        "the model counts positions itself, and would count a rank's own tokens (OPT, and Whisper when it "
+        "generates, only if padded on the left)",
     ),
     Reason(
         "masks or biases of its own",
-        "own code uses|does not know|custom 4D masks",
+        "own code uses|does not know|custom 4D masks|an unknown mask",
         "the model makes or reads a mask or a bias for pairs of tokens, which no rank has as a whole",
     ),
     Reason(
@@ -72,6 +74,12 @@ REASONS = (
         "computes its loss in its own way",
         "a mean over a rank's own tokens does not add up over the ranks; outputs are right",
         "no labels; the loss from its logits, with `reduce_loss`",
+    ),
+    Reason(
+        "generation of its own",
+        "that it did not put into the cache|the model returns .*, which each rank has",
+        "a layer reads the cached keys of another, or the model returns more than logits; sharded batches are right",
+        "generation in one process",
     ),
 )
 
@@ -116,17 +124,30 @@ def page(results: list[Result], *, version: str, command: str) -> str:
         *wrap(
             f"Every model class for tokens in the registries of transformers {version}: a tiny model of each runs on "
             "4 ranks and is compared with one process: outputs for five batches (plain, of odd length, padded on the "
-            "right, padded on the left, packed), loss and gradients for the plain one. A class is right if no batch is "
+            "right, padded on the left, packed), loss and gradients for the plain one; and what it generates, with the "
+            "tokens and logits of one process without a cache (from plain prompts, prompts padded on the left, and "
+            "prompts of two tokens, with beams, in chunks, and in two turns). A class is right if no batch or text is "
             "wrong and some are right; it is refused if an error of this library says why, on every rank and for every "
             "batch. [tests/campaign/families.py](../tests/campaign/families.py) writes this page."
         ),
         "",
         f"{len(results)} classes: {counts}.",
+        *["", generation(results)],
         *["", "## At a glance", "", *glance(results)],
         *["", "## Why some are refused", "", *by_reason(results)],
         *every_class(results),
     ]
     return "\n".join(lines) + "\n"
+
+
+def generation(results: list[Result]) -> str:
+    """How many of the right classes generate, and from how many of the prompts."""
+    right = [found["batches"] for *_, found in results if found["verdict"] == "right"]
+    verdicts = [{judged[name][0] for name in TEXTS if name in judged} - {"not run"} for judged in right]
+    able = [found for found in verdicts if found]
+    every, some = sum(found == {"right"} for found in able), sum(found > {"right"} for found in able)
+    how = f"{every} from every prompt, {some} from some, {len(able) - every - some} from none"
+    return f"{len(able)} of the right classes can generate: {how}."
 
 
 def glance(results: list[Result]) -> list[str]:
@@ -230,7 +251,7 @@ def said_of(name: str, found: Mapping[str, Any]) -> list[str]:
 def exceptions(name: str, found: Mapping[str, Any]) -> list[str]:
     told: dict[str, list[str]] = {}
     judged = found.get("batches", {})
-    tried = {batch: judged[batch] for batch in BATCHES if judged.get(batch, ["not run"])[0] != "not run"}
+    tried = {batch: judged[batch] for batch in (*BATCHES, *TEXTS) if judged.get(batch, ["not run"])[0] != "not run"}
     for batch, (verdict, why) in tried.items():
         if verdict != "right":
             text = why.replace(name, "…").replace(" when the batch has padding on the left", "").partition(";")[0]

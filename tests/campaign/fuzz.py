@@ -213,8 +213,8 @@ def draw_episode(rng: random.Random, device: str) -> tuple[Object, list[Call], b
                 call = replace(call, **_draw_details(rng, call, given))
         else:
             call = draw_call(rng, given, multiple, device)
-        if rng.random() < 0.03:
-            call = replace(call, poison=rng.choice("qk"), memory=tuple(replace(x, expanded=()) for x in call.memory))
+        if rng.random() < 0.1:
+            call = replace(call, **_draw_nan(rng, call), memory=tuple(replace(x, expanded=()) for x in call.memory))
         if rng.random() < 0.12:
             call = replace(call, wrong=rng.choice(_possible_faults(call, given)), is_packed=False)
         calls.append(call)
@@ -345,10 +345,19 @@ def _draw_details(rng: random.Random, call: Call, given: Object) -> dict[str, An
         ),
         "into": rng.choice((("out",), ("out",), ("lse",), ("out", "lse"))),
         "skips": rng.randrange(2**given.ranks) if rng.random() < 0.2 else 0,
-        "mode": rng.choice(("grad",) * 8 + ("no_grad", "inference")),
+        "mode": rng.choice(("grad",) * 8 + ("no_grad", "inference", "autocast", "meta")),
         "is_repeated": rng.random() < 0.05,
         "poison": None,
+        "spoiled": None,
     }
+
+
+def _draw_nan(rng: random.Random, call: Call) -> dict[str, Any]:
+    """One number, or a document or row of the batch of which no trace may be in the others."""
+    if rng.random() < 0.3:
+        return {"poison": rng.choice("qk"), "spoiled": None}
+    place = rng.randrange(call.batch), rng.randrange(5)
+    return {"poison": None, "spoiled": (rng.choice(("q", "k", "v", "o", "qkvo")), *place, rng.choice(("nan", "inf")))}
 
 
 def _draw_sizes(rng: random.Random, call: Call) -> tuple[float, float, float, float]:

@@ -242,6 +242,8 @@ def refusals() -> None:
         "fp8": lambda: mesh_of(config_of(fp8="e4m3", fp8_dot_product_attention=True)),
         "clip": lambda: mesh_of(config_of(qk_clip=True)),
         "graph": lambda: mesh_of(config_of(cuda_graph_impl="local")),
+        "group of its own": lambda: mesh_of(config_of(), group=None),
+        "format of tensors": lambda: mesh_of(config_of(), tensor_format="bhsd"),
         "layout": lambda: mesh_of(config_of(), layout="contiguous"),
         "layout of a choice": lambda: mesh_of(config_of(), choice="ring 1x4, striped"),
         "option": lambda: mesh_of(config_of(), clustr="h100x4"),

@@ -26,6 +26,8 @@ REFUSED = {
     "fp8": "fp8_dot_product_attention=True is not supported",
     "clip": "qk_clip=True is not supported",
     "graph": "cuda_graph_impl='local' is not supported",
+    "group of its own": "group= cannot be given here: Megatron decides it",
+    "format of tensors": "tensor_format= cannot be given here: Megatron decides it",
     "layout": "the layout is contiguous: expected zigzag, the order in which Megatron cuts sequences",
     "layout of a choice": "the layout is striped: expected zigzag, the order in which Megatron cuts sequences",
     "option": "unknown argument 'clustr' of MeshAttention; did you mean cluster?",

@@ -82,8 +82,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = llama3.model_registry("debugmodel")
     with pytest.raises(UsageError, match="expected one of a torchtitan Decoder"):
         ours.with_mesh_attention(replace(spec, model=TrainingConfig()))
-    with pytest.raises(UsageError, match="layout= cannot be given here"):
-        ours.with_mesh_attention(spec, layout="striped")
+    for name in ("group", "layout", "tensor_format", "choice"):
+        with pytest.raises(UsageError, match=f"{name}= cannot be given here"):
+            ours.with_mesh_attention(spec, **{name: None})
     with pytest.raises(UsageError, match="makes masks of its own, such as sliding windows"):
         ours.with_mesh_attention(gpt_oss.model_registry("debugmodel"))
     with pytest.raises(UsageError, match=r"layer 0 attends with .*InnerAttention"):

@@ -21,7 +21,8 @@ class LocalGroup:
         self.size = size
         self._sends: dict[tuple[int, int], deque[tuple[Parcel, _LocalWork]]] = defaultdict(deque)
         self._recvs: dict[tuple[int, int], deque[tuple[Parcel, _LocalWork]]] = defaultdict(deque)
-        self._texts: list[list[str]] = [[] for _ in range(size)]
+        self._sharings: list[dict[int, str]] = []
+        """Texts by rank; whoever waits for them holds them, too, so those of all ranks are dropped here."""
 
     def comm(self, rank: int) -> LocalComm:
         if type(rank) is not int or not 0 <= rank < self.size:
@@ -48,8 +49,7 @@ class LocalGroup:
         """Drop everything posted whose other end is missing; after an error it would meet the wrong transfer."""
         self._sends.clear()
         self._recvs.clear()
-        for texts in self._texts:
-            texts.clear()
+        self._sharings.clear()
 
 
 def _move(sent: Parcel, received: Parcel) -> None:
@@ -77,9 +77,14 @@ class LocalComm:
         return AllOf(works)
 
     def share(self, text: str) -> Sharing:
-        texts = self.group._texts
-        texts[self.rank].append(text)
-        return _LocalSharing(texts, len(texts[self.rank]) - 1)
+        sharings = self.group._sharings
+        texts = next((texts for texts in sharings if self.rank not in texts), None)
+        if texts is None:
+            sharings.append(texts := {})
+        texts[self.rank] = text
+        if len(texts) == self.size:
+            sharings.pop(0)
+        return _LocalSharing(texts, self.size)
 
 
 class _LocalWork:
@@ -94,11 +99,11 @@ class _LocalWork:
 
 
 class _LocalSharing:
-    def __init__(self, texts: list[list[str]], ordinal: int) -> None:
-        self.texts, self.ordinal = texts, ordinal
+    def __init__(self, texts: dict[int, str], size: int) -> None:
+        self.texts, self.size = texts, size
 
     def is_done(self) -> bool:
-        return all(len(told) > self.ordinal for told in self.texts)
+        return len(self.texts) == self.size
 
     def wait(self) -> None:
         if not self.is_done():
@@ -106,4 +111,4 @@ class _LocalSharing:
 
     def result(self) -> list[str]:
         self.wait()
-        return [told[self.ordinal] for told in self.texts]
+        return [self.texts[rank] for rank in range(self.size)]

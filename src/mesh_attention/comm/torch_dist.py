@@ -44,6 +44,9 @@ LOOK_UP_S = 2.0
 """Seconds to find out who is missing after a sharing failed; the store may be out of reach as well."""
 
 
+DESTROYED = "the process group was destroyed; create a new one, and a MeshAttention on it"
+
+
 class WeakGroup:
     """The attribute `group` of a transport. torch holds a group until it is destroyed; a transport must not keep its
     threads and connections longer than that.
@@ -54,8 +57,8 @@ class WeakGroup:
 
     def __get__(self, comm: Any, owner: type | None = None) -> ProcessGroup:
         group: ProcessGroup | None = comm._group()
-        if group is None:
-            raise TransportError("the process group was destroyed; create a new one, and a MeshAttention on it")
+        if group is None or is_destroyed(group):
+            raise TransportError(DESTROYED)
         return group
 
 
@@ -119,7 +122,10 @@ def process_group(group: Group | None) -> ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ProblemError(f"got a DeviceMesh with {group.ndim} axes; expected one axis, such as device_mesh['cp']")
-        return group.get_group()
+        try:
+            return group.get_group()
+        except RuntimeError as error:  # a mesh knows its group by a name, which is gone
+            raise ProblemError(DESTROYED) from error
     if not dist.is_initialized():
         raise ProblemError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
     chosen = group if group is not None else dist.group.WORLD
@@ -128,6 +134,8 @@ def process_group(group: Group | None) -> ProcessGroup:
             f"group is a {type(chosen).__name__}; expected a torch.distributed group that this process is in, one axis "
             "of a DeviceMesh, or None for the default group"
         )
+    if is_destroyed(chosen):
+        raise ProblemError(DESTROYED)
     return chosen
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import eq
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,15 +41,10 @@ class MeshSdpa:
         self.attention = attention
         lengths = tuple(sorted(set(lengths)))
         layout, ranks = attention.layout, attention.ranks
-        parts = {
+        self._parts = parts = {
             n: [sum(map(len, layout.segments(rank, seq_len=n, ranks=ranks))) for rank in range(ranks)] for n in lengths
         }
         self._wholes = {part[attention.rank]: n for n, part in parts.items()}
-        # Every rank gets the same answer, no matter on which rank the parts coincide.
-        self._alike = {
-            n: [m for m in parts if m != n and any(a == b for a, b in zip(parts[n], parts[m], strict=True))]
-            for n in parts
-        }
         # Compiled code has the whole lengths in it. Dynamo guards on the types of modes, so each context has its own.
         kinds = _MODES.setdefault(attention, {})
         self._mode = kinds.setdefault(lengths, type("_Refusals", (_Refusals,), {}))
@@ -91,11 +87,19 @@ class MeshSdpa:
     def _whole_length(self, part: int) -> int:
         """The whole length, from the length of this rank's part."""
         whole = self._wholes.get(part, part * self.attention.ranks)
-        for other in self._alike.get(whole, ()):
-            raise UsageError(
-                f"{part} tokens may be this rank's part of {whole} or of {other}: buffers of both lengths were given; "
-                "give buffers of one length, or pad them to lengths that differ by the number of ranks"
-            )
+        ours = self._parts.get(whole)
+        for other, theirs in self._parts.items():
+            # Every rank gets the same answer, no matter on which rank the parts coincide.
+            if ours is not None and other != whole and any(map(eq, ours, theirs)):
+                raise UsageError(
+                    f"{part} tokens may be this rank's part of {whole} or of {other}: buffers of both lengths were "
+                    "given; give buffers of one length, or pad them to lengths that differ by the number of ranks"
+                )
+            if ours is None and part in theirs:
+                raise UsageError(
+                    f"{part} tokens are another rank's part of {other}, but not this rank's; if all ranks hold these "
+                    "tokens, give them in buffers= too, which shards them, or pad them to another length"
+                )
         return whole
 
     def telling(self) -> AbstractContextManager[None]:
@@ -127,12 +131,21 @@ class _Refusals(TorchFunctionMode):
 _MODES: WeakKeyDictionary[MeshAttention, dict[tuple[int, ...], type[_Refusals]]] = WeakKeyDictionary()
 
 
-def _check_arguments(attn_mask: object, dropout_p: object) -> None:
+def _check_arguments(attn_mask: Tensor | None, dropout_p: object) -> None:
+    # Each rank judges its part: where one masks something, all raise, because that rank tells the others.
     if attn_mask is not None:
-        raise UsageError(
-            "attn_mask is not supported under context_parallel: a rank's part of a dense mask does not define the "
-            "whole; use is_causal=True instead, or call MeshAttention, which has windows and documents"
-        )
+        if detect_fake_mode() is not None or attn_mask.requires_grad or isinstance(attn_mask, DTensor):
+            raise UsageError(
+                "attn_mask cannot be read while a compiler traces, or as a DTensor, and cannot have a gradient under "
+                "context_parallel; leave it out if it masks nothing"
+            )
+        is_bool = attn_mask.dtype == torch.bool
+        if not (attn_mask.all() if is_bool else attn_mask.is_floating_point() and not attn_mask.any()):
+            raise UsageError(
+                "attn_mask masks tokens, which is not supported under context_parallel: a rank's part of a dense mask "
+                "does not define the whole. For a causal mask use is_causal=True instead; cut padding off, or pack the "
+                "sequences and call MeshAttention with cu_seqlens_q; it has windows too"
+            )
     if dropout_p != 0:
         raise UsageError(f"dropout_p={dropout_p} is not supported under context_parallel: expected 0")
 

@@ -174,17 +174,17 @@ def peers_of(compiled: Compiled) -> tuple[set[int], set[int]]:
 def describe_post(compiled: Compiled, apart: bool, index: int) -> tuple[str, tuple[int, ...]]:
     """The step of the pass's post with this index, counted from 0, and the ranks at the other ends. `apart` says that
     what arrives and what leaves are posted one after the other."""
-    posts: list[tuple[Instruction, list[int]]] = []
-    for instruction in compiled.instructions:
-        ends = [transfers(step) for step in instruction.turn or (instruction.step,)]
+    posts: list[tuple[int, list[int]]] = []
+    for stop in stops(compiled.steps):
+        ends = [transfers(step) for step in compiled.steps[stop.span.start : stop.span.stop]]
         sources = [recv.source for _, recvs in ends for recv in recvs]
         dests = [send.dest for sends, _ in ends for send in sends]
         if apart:
-            posts += [(instruction, peers) for peers in (sources, dests) if peers]
+            posts += [(stop.span.start, peers) for peers in (sources, dests) if peers]
         elif sources or dests:
-            posts.append((instruction, sources + dests))
-    instruction, peers = posts[index]
-    return f"step {instruction.index} '{format_step(instruction.step)}'", tuple(dict.fromkeys(peers))
+            posts.append((stop.span.start, sources + dests))
+    at, peers = posts[index]
+    return f"step {at} '{format_step(compiled.steps[at])}'", tuple(dict.fromkeys(peers))
 
 
 def lay_out(items: Iterable[Item], matrix: BlockMatrix) -> Allocation:

@@ -130,7 +130,7 @@ def _engine(tensors: Sequence[Tensor], operands: Sequence[Any]) -> Engine:
 
 def refused(reason: str, like: object, calls: int) -> Tensor:
     """Refuse a call when the compiled graph runs: a compiler that meets an error tells no other rank of it."""
-    tensor = like if isinstance(like, Tensor) else torch.empty(0)
+    tensor = like if isinstance(like, Tensor) else torch.empty(0, device="cpu")
     refusal: Tensor = torch.ops.mesh_attention.refuse(tensor, reason, calls)
     return refusal
 

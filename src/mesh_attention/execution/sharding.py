@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mesh_attention.comm.base import Parcel
 from mesh_attention.errors import ProblemError, TransportError, UsageError
+from mesh_attention.execution.autograd import without_autocast
 from mesh_attention.plan.layout import Layout, inverse_permutation
 from mesh_attention.plan.layout import position_ids as positions
 from mesh_attention.session.agreement import Statement, find_difference
@@ -76,7 +77,8 @@ def join_shards(shards: Sequence[Tensor], layout: Layout, *, dim: int = 1) -> Te
     lengths = [shard.shape[dim] for shard in shards]
     _check_lengths(lengths, layout)
     order = torch.tensor(inverse_permutation(layout, seq_len=sum(lengths), ranks=len(shards)), device=shards[0].device)
-    return torch.cat(list(shards), dim).index_select(dim, order)
+    with without_autocast(order.device):  # which refuses to concatenate a 16-bit dtype other than its own
+        return torch.cat(list(shards), dim).index_select(dim, order)
 
 
 def check_shard(local: object, dim: object) -> None:

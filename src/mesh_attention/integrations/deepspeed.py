@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mesh_attention.api import attention_of
-from mesh_attention.arguments import describe
+from mesh_attention.arguments import describe, refuse_decided
 from mesh_attention.errors import ProblemError, UsageError
 
 HEADS_DIM = 2
@@ -49,13 +49,11 @@ class MeshDistributedAttention(nn.Module):
             )
         if sp_stream is not None:
             raise UsageError("sp_stream is not supported: transfers overlap with compute anyway; leave it out")
-        if "choice" in options:
-            raise UsageError(
-                "choice= cannot be given here, because it decides the order of tokens too; give method=, tile= or "
-                "ulysses_degree= instead"
-            )
+        refuse_decided(options, "Ulysses decides the order of tokens; give method=, tile= or ulysses_degree= instead")
+        if "return_lse" in (call or {}):
+            raise UsageError("return_lse cannot be given here: the module returns the output alone; leave it out")
         self.gather_idx, self.num_kv_heads, self.call = gather_idx, num_kv_heads, dict(call or {})
-        self.attention = attention_of(sequence_process_group, **{"layout": "contiguous", **options})
+        self.attention = attention_of(sequence_process_group, layout="contiguous", **options)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, rotary_pos_emb: None = None, *args: Any

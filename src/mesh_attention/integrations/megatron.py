@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mesh_attention.api import attention_of
-from mesh_attention.arguments import NO_WINDOW, CallOptions, describe
+from mesh_attention.arguments import NO_WINDOW, CallOptions, describe, refuse_decided
 from mesh_attention.errors import MaskError, ProblemError, UsageError
 from mesh_attention.execution.autograd import attend
 from mesh_attention.integrations.pytorch import with_sinks
@@ -267,10 +267,7 @@ def _check_config(
             f"cuda_graph_impl={config.cuda_graph_impl!r} is not supported: ranks talk about new calls, which a graph "
             "of the layer cannot capture; leave it out, or give MeshCoreAttention cuda_graphs=True"
         )
-    if "tensor_format" in options:
-        raise UsageError(
-            "tensor_format= cannot be given to MeshCoreAttention, because Megatron decides it; leave it out"
-        )
+    refuse_decided(options, "Megatron decides it; leave it out", has_layout=True)
 
 
 def _check_call(

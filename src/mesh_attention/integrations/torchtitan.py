@@ -28,7 +28,7 @@ from torchtitan.protocols.module import Module
 
 import mesh_attention.execution.operators  # noqa: F401 -- registers what SavedAttention names
 from mesh_attention.api import MeshAttention
-from mesh_attention.arguments import describe
+from mesh_attention.arguments import describe, refuse_decided
 from mesh_attention.comm.local import LocalGroup
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.sequences import cuts_of_restarts
@@ -43,9 +43,7 @@ def with_mesh_attention(spec: ModelSpec, **options: Any) -> ModelSpec:
     The model must be a decoder whose layers attend causally within documents, which is what torchtitan's backends
     flex, flex_flash and varlen compute. Call it before the Trainer is made.
     """
-    for name in ("group", "layout", "tensor_format", "choice"):
-        if name in options:
-            raise UsageError(f"{name}= cannot be given here: torchtitan's mesh and its sharding of tokens decide it")
+    refuse_decided(options, "torchtitan's mesh and its sharding of tokens decide it")
     return replace(spec, model=_replaced(spec.model), parallelize_fn=_Parallelize(spec.parallelize_fn, options))
 
 
@@ -190,7 +188,7 @@ class _FindDocuments:
             )
         rows = cuts_of_restarts(whole)
         rows = rows[:1] if len(set(rows)) == 1 else rows
-        return () if rows == ((0, whole.shape[1]),) else tuple(map(torch.tensor, rows))
+        return () if rows == ((0, whole.shape[1]),) else tuple(torch.tensor(row, device="cpu") for row in rows)
 
 
 class SavedAttention(SelectiveAC):  # type: ignore[misc]

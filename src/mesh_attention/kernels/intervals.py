@@ -180,21 +180,21 @@ _KEPT: WeakKeyDictionary[CallMask, dict[torch.device, Intervals]] = WeakKeyDicti
 
 def _intervals(mask: CallMask, device: torch.device) -> Intervals:
     start, stop = _ends(mask)
-    keys = torch.arange(sum(map(len, mask.kv)))
+    keys = torch.arange(sum(map(len, mask.kv)), device=start.device)
     ends = start, stop, torch.searchsorted(stop, keys, right=True), torch.searchsorted(start, keys, right=True)
     return Intervals(*(end.to(torch.int32).to(device) for end in ends))
 
 
 def _ends(mask: CallMask) -> tuple[Tensor, Tensor]:
     """The interval of keys that each query sees, on the CPU."""
+    cpu = torch.device("cpu")
     queries, keys = (sum(map(len, side)) for side in (mask.q, mask.kv))
-    if mask.form == "full":
-        return torch.zeros(queries, dtype=torch.int64), torch.full((queries,), keys)
-    if mask.form == "causal":
-        return torch.zeros(queries, dtype=torch.int64), torch.arange(1, queries + 1)
-    q, kv = (positions(side, torch.device("cpu")) for side in (mask.q, mask.kv))
+    if mask.form != "positions":
+        start = torch.zeros(queries, dtype=torch.int64, device=cpu)
+        return start, torch.arange(1, queries + 1, device=cpu) if mask.form == "causal" else start + keys
+    q, kv = (positions(side, cpu) for side in (mask.q, mask.kv))
     cuts = mask.mask.documents or Documents((0, mask.seq_q), (0, mask.seq_kv))
-    q_cuts, kv_cuts = torch.tensor(cuts.q), torch.tensor(cuts.kv)
+    q_cuts, kv_cuts = (torch.tensor(ends, device=cpu) for ends in (cuts.q, cuts.kv))
     document = torch.searchsorted(q_cuts, q, right=True)
     low, high = kv_cuts[document - 1], kv_cuts[document]
     at = q + kv_cuts[document] - q_cuts[document]

@@ -17,7 +17,7 @@ from mesh_attention.kernels.base import DTYPES, Demand, Kernel, Merging
 from mesh_attention.kernels.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FlashAttnKernel
 from mesh_attention.kernels.intervals import INTERVALS
 from mesh_attention.kernels.merging import FusedMerging, TorchMerging
-from mesh_attention.kernels.reference import REFERENCE
+from mesh_attention.kernels.reference import REFERENCE, PerDocument
 from mesh_attention.kernels.torch_attention import CpuFlashKernel, CudnnKernel, TorchFlashKernel
 from mesh_attention.problem import Problem
 
@@ -33,7 +33,7 @@ class _Backend(Protocol):
 Backend = TypeVar("Backend", bound=_Backend)
 
 KERNELS: tuple[Kernel, ...] = (
-    CpuFlashKernel(),
+    PerDocument(CpuFlashKernel()),
     FlashAttnKernel(FLASH_ATTN_3),
     CudnnKernel(),
     CudnnKernel(is_deterministic=True),

@@ -67,9 +67,11 @@ class ShardedCache:
             self.memories = [
                 CacheMemory(self.layers, blocks, block_tokens, dtype, self.device) for _ in attention.comms
             ]
-        made_with = (self.layers, dtype, block_tokens, max_rollback, tokens, sequences)
-        made = Statement(must_match={"operation": "a cache", "made with": str(made_with)})
-        self.history = hash((attention.session.count_cache(), made.call_id))
+        sizes = {"tokens": tokens, "sequences": sequences, "block_tokens": block_tokens, "max_rollback": max_rollback}
+        made_with = {"dtype": dtype, **sizes, "layers": self.layers}
+        self.made_with = {f"the cache's {name}": str(value) for name, value in made_with.items()}
+        number = attention.session.count_cache()
+        self.history = hash((number, Statement(must_match=self.made_with).call_id))
         """A hash of the cache and of all that was done to it, equal on all ranks; it is part of the ids of calls."""
         pools = {window: BlockPool(number) for window, number in blocks.items()}
         self.book = Book(attention.ranks, attention.layout, block_tokens, pools, max_rollback)
@@ -78,7 +80,8 @@ class ShardedCache:
         """The layers that attended in it: the turn's own set, or a copy if the turn is over."""
         self._lengths = dict[int, int]()
         """How long its sequences were before."""
-        self.steps = StepRunner(attention.session, attention.calls.cuda_graphs, self.layers, self.memories, self.device)
+        graphs = attention.calls.cuda_graphs
+        self.steps = StepRunner(attention.session, graphs, self.layers, self.memories, self.device, self.made_with)
 
     # CacheMemory
 

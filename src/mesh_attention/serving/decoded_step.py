@@ -16,6 +16,7 @@ from mesh_attention.planners.over_cache import Combining, Queries, StepShape, ev
 from mesh_attention.serving.book import WindowSize
 from mesh_attention.serving.new_tokens import Appended, Growth
 from mesh_attention.serving.step_runner import LayerStep, StepBuffers
+from mesh_attention.session.agreement import Statement
 
 if TYPE_CHECKING:
     from mesh_attention.serving.cache import ShardedCache
@@ -44,11 +45,8 @@ class Step(Appended):
     @property
     def position_ids(self) -> Tensor:
         """The positions of all new tokens in their sequences, (sequences, new tokens); of a ragged step (1, tokens)."""
-        positions = [
-            torch.arange(grown.before.shares.length, grown.after.shares.length) for grown in self.sequences.values()
-        ]
-        by_row = torch.cat(positions)[None] if self.is_ragged else torch.stack(positions)
-        return by_row.to(self.cache.device)
+        rows = [[*range(grown.before.shares.length, grown.after.shares.length)] for grown in self.sequences.values()]
+        return torch.tensor([[at for row in rows for at in row]] if self.is_ragged else rows, device=self.cache.device)
 
     @property
     def is_ragged(self) -> bool:
@@ -145,9 +143,10 @@ class Step(Appended):
         number = hash((layer_step.stated.call_id, self.cache.history)) & 0xFFFFFFFFFFFF  # of numbers: as on other ranks
         session, device = self.cache.attention.session, self.cache.device
         describe = None if layer_step.buffers.comms[0].is_capturable else layer_step.describe
-        return session.begin_pass(
-            number, device, forward_pass=self.fingerprint, describe=describe, call=layer_step.stated
-        )
+        stated, tokens = layer_step.stated, self.fingerprint
+        if isinstance(tokens, int) and tokens:
+            stated = Statement(must_match={**stated.must_match, "tokens": f"#{tokens:010x}"})
+        return session.begin_pass(number, device, forward_pass=tokens, describe=describe, call=stated)
 
     def reach(self, rank: int, window: WindowSize) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """For each row and query, the first token of this rank that it sees, and one past the last; then the slot of

@@ -6,7 +6,7 @@ themselves are in `serving.decoded_step`, their plans in `planners.over_cache`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -63,7 +63,7 @@ class StepState:
             (self.reach.stop, stop),
             (self.slots, slots),
         ):
-            dest.copy_(torch.tensor(values, dtype=dest.dtype).view(dest.shape), non_blocking=True)
+            dest.copy_(torch.tensor(values, dtype=dest.dtype, device="cpu").view(dest.shape), non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class StepBuffers:
         self.kernels: dict[float, DecodeKernel] = {}
         self.is_connected = False
         with torch.inference_mode(False):  # later steps need not be in inference mode
-            problem = plan.problem
+            problem, dtype = plan.problem, DTYPES[plan.problem.dtype]
             self.nothing = {  # of a rank that runs none of the sequences
-                "o": torch.empty((0, problem.heads, problem.head_dim_v), dtype=DTYPES[problem.dtype], device=device),
-                "lse": torch.empty((0, problem.heads), device=device),
+                "o": torch.empty((0, problem.heads, problem.head_dim_v), dtype=dtype, device=device),
+                "lse": torch.empty((0, problem.heads), dtype=torch.promote_types(dtype, torch.float32), device=device),
             }
             self.pass_id = torch.zeros((1, 1, 2), dtype=torch.int64, device=device)
         self.inputs: list[list[Tensor]] = []
@@ -163,9 +163,12 @@ class StepBuffers:
 class LayerStep:
     """One layer in steps of one shape, and its graphs."""
 
-    def __init__(self, buffers: StepBuffers, layer: int, cached: CachedLayer, softmax: Softmax) -> None:
+    def __init__(
+        self, buffers: StepBuffers, layer: int, cached: CachedLayer, softmax: Softmax, made_with: Mapping[str, str]
+    ) -> None:
         self.buffers, self.layer, self.window, self.softmax = buffers, layer, cached.window, softmax
-        must_match = {"operation": "a decoded step", "layer": str(layer), "plan": buffers.plan.digest}
+        must_match = {"operation": "a decoded step", **made_with, "layer": str(layer)}
+        must_match |= {"plan": buffers.plan.digest}
         must_match |= {"shape": str(buffers.shape), "cached layer": str(cached), "softmax": str(softmax)}
         self.stated = Statement(must_match=must_match)
         self.describe = partial(describe_post, buffers.programs[0], posts_apart(buffers.comms[0]))
@@ -189,8 +192,9 @@ class StepRunner:
         layers: Sequence[CachedLayer],
         memories: Sequence[CacheMemory],
         device: torch.device,
+        made_with: Mapping[str, str],
     ) -> None:
-        self.session, self.cuda_graphs, self.device = session, cuda_graphs, device
+        self.session, self.cuda_graphs, self.device, self.made_with = session, cuda_graphs, device, made_with
         self.cached_layers, self.memories = layers, memories
         self.by_shape: dict[StepKind, StepBuffers] = {}
         self.layers: dict[tuple[StepKind, int, Softmax], LayerStep] = {}
@@ -216,7 +220,9 @@ class StepRunner:
             self.by_shape[key] = StepBuffers(plan, shape.grid, self.session.comms_on(self.device), self.device)
         of_layer = key, layer, softmax
         if of_layer not in self.layers:
-            self.layers[of_layer] = LayerStep(self.by_shape[key], layer, self.cached_layers[layer], softmax)
+            self.layers[of_layer] = LayerStep(
+                self.by_shape[key], layer, self.cached_layers[layer], softmax, self.made_with
+            )
         return self.layers[of_layer]
 
     def run(self, step: LayerStep, tensors: Sequence[Sequence[Tensor]], pass_id: Tensor | None) -> list[Fields]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mesh_attention.arguments import CallOptions, Softmax
 from mesh_attention.errors import UsageError
-from mesh_attention.execution.autograd import run_forward
+from mesh_attention.execution.autograd import run_forward, without_autocast
 from mesh_attention.execution.engine import Engine
 from mesh_attention.masks import Segment
 from mesh_attention.plan.layout import Cached, Listed, join, shifted
@@ -127,9 +127,9 @@ class Turn(Appended):
         heads = [q.shape[2] for q, _, _ in ranks]
         self._agree(layer, heads[0], softmax)
         window = cache.layers[layer].window
-        inputs = [(q, *self._keys(number, layer, window, k[0], v[0])) for number, (q, k, v) in enumerate(ranks)]
         engine = self._engine(layer, heads, options)
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(cache.device):
+            inputs = [(q, *self._keys(number, layer, window, k[0], v[0])) for number, (q, k, v) in enumerate(ranks)]
             flat = [tensor for rank in inputs for tensor in rank]
             results, _ = run_forward(engine, flat, context=hash((cache.history, layer)))
         return list(results[0::2]), list(results[1::2])
@@ -175,9 +175,9 @@ class Turn(Appended):
         if self._is_agreed or session.is_local or session.size == 1:
             return
         sequences = ", ".join(f"{number} from {g.before.shares.length}" for number, g in self.sequences.items())
-        must_match = {"operation": "a turn of a cache", "sequences": sequences, "history": str(self.cache.history)}
-        must_match |= {"layer": str(layer), "heads": str(heads), "softmax": str(softmax)}
-        session.agree(Statement(must_match=must_match | {"device": self.cache.device.type}))
+        must_match = {"operation": "a turn of a cache", **self.cache.made_with, "sequences": sequences}
+        must_match |= {"history": str(self.cache.history), "layer": str(layer), "heads": str(heads)}
+        session.agree(Statement(must_match=must_match | {"softmax": str(softmax), "device": self.cache.device.type}))
         self._is_agreed = True
 
     def _num_queries(self, rank: int) -> int:

@@ -69,7 +69,7 @@ def tell(comm: Comm, error: Exception) -> None:
 
     Raises a `TransportError` if the others do not come to one, perhaps because they know the call already.
     """
-    reason = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+    reason = reason_of(error)
     start, is_noted = time.monotonic(), False
     sharing = comm.share(_text(Statement(), refusal=reason))
     while not sharing.is_done():
@@ -81,6 +81,10 @@ def tell(comm: Comm, error: Exception) -> None:
             raise TransportError(f"rank {comm.rank} refused a call, but could not tell the other ranks: {reason}")
         time.sleep(0.001)
     sharing.wait()
+
+
+def reason_of(error: Exception) -> str:
+    return str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
 
 
 def _text(statement: Statement, *, refusal: str | None = None) -> str:

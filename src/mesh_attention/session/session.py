@@ -6,6 +6,7 @@ gives every pass its id, connects ranks before they need it, and refuses further
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,8 +23,9 @@ from mesh_attention.comm.base import Comm, Work, drive, drive_together, innermos
 from mesh_attention.comm.local import LocalComm, LocalGroup
 from mesh_attention.comm.torch_dist import START_AGAIN, Group, TorchComm, backends, comm_for, store_of, torch_group
 from mesh_attention.errors import DisagreementError, TransportError, UsageError
-from mesh_attention.session.agreement import Statement, agree, tell
+from mesh_attention.session.agreement import Statement, agree, reason_of, tell
 from mesh_attention.session.pass_ids import NEW_GROUP, CheckedComm, Describe, make_pass_id
+from mesh_attention.session.pass_reports import DIFFERENT_CALLS
 from mesh_attention.session.poison import Poison
 from mesh_attention.session.watchdog import Waiting, Watchdog, WatchedDevice, WatchedGroup
 
@@ -159,6 +161,12 @@ class Session:
         would be taken for those of the next one.
         """
         state = self.state
+        if os.getpid() != state.pid and not isinstance(innermost(self.comms[0]), LocalComm):
+            raise UsageError(
+                "the group belongs to the process that this one was forked from, and only that one can send on it; "
+                "attend there, or start processes with spawn and give each its own group"
+            )
+        torch_group(self.comms[0])  # raises if it was destroyed
         with state.lock:
             self._check_thread()
             if self.failure is not None:
@@ -175,16 +183,20 @@ class Session:
                     raise
                 why = self._explanation(error)
                 state.failure = why or f"{type(error).__name__}: {error}"
+                if why is not None and isinstance(error, DisagreementError):
+                    raise DisagreementError(f"{why}. To go on, {NEW_GROUP}") from error
                 if why is not None:
                     raise TransportError(f"{why}; {START_AGAIN}") from error
                 raise
 
     def _explanation(self, error: BaseException) -> str | None:
         """Why a transfer failed, as far as the other ranks know; None if nobody was asked."""
-        if not isinstance(error, TransportError):
+        if not isinstance(error, TransportError | DisagreementError):
             return None
         watchdogs_to_ask = [dog for dog in self.state.watchdogs.values() if dog.verdict is not None or dog.is_busy]
-        return next((why for dog in watchdogs_to_ask if (why := dog.explain(str(error)))), None)
+        why = next((why for dog in watchdogs_to_ask if (why := dog.explain(str(error)))), None)
+        # An error of different calls says more than that ranks wait for each other.
+        return why if isinstance(error, TransportError) or DIFFERENT_CALLS in (why or "") else None
 
     def _check_thread(self) -> None:
         """Refuse calls from a second thread: the threads' order may differ between ranks, and no id would show it."""
@@ -290,6 +302,7 @@ class GroupState:
     """
 
     forgets_failures: bool
+    pid: int = field(default_factory=os.getpid)
     lock: RLock = field(default_factory=RLock)
     passes: int = 0
     history: int = 0
@@ -314,8 +327,8 @@ class GroupState:
     def meet(self, call: Statement, error: Exception | None = None, *, at: str) -> Iterator[None]:
         """Let the watchdog see that this rank waits outside of passes: in an agreement, to tell the others of an error,
         or for their shards."""
-        self.call, self.refusal = call, "" if error is None else str(error)
-        self.meeting = Waiting(0, at, (), time.monotonic())
+        self.call, self.refusal = call, "" if error is None else reason_of(error)
+        self.meeting = Waiting(0, time.monotonic(), lambda: (at, ()))
         try:
             yield
         finally:

@@ -88,19 +88,23 @@ class WatchedPass:
         """
         here = f"{self.direction} pass {self.number}"
         if self.is_driven:
-            if (awaited := self.awaited) is None:
-                return None
-            step, peers = self.describe(awaited[0])
-            return Waiting(self.number, f"{here}, {step}", tuple(peers), awaited[1])
+            awaited = self.awaited
+            return None if awaited is None else self._waiting_for(awaited[0], f"{here},", awaited[1])
         if self.posts is None:
-            return Waiting(self.number, here, (), self.began)
+            return Waiting(self.number, self.began, lambda: (here, ()))
         while not has_failed and self.posts_over < len(self.posts) and _is_over(self.posts[self.posts_over]):
             self.posts_over += 1
         if self.posts_over < len(self.posts):
-            step, peers = self.describe(self.posts_over)
-            where = f"{here}, at or after {step}" if has_failed else f"{here}, {step}"
-            return Waiting(self.number, where, tuple(peers), self.posts[self.posts_over][0])
-        return None if self.closed is None else Waiting(self.number, f"{here}, at its end", (), self.closed)
+            here = f"{here}, at or after" if has_failed else f"{here},"
+            return self._waiting_for(self.posts_over, here, self.posts[self.posts_over][0])
+        return None if self.closed is None else Waiting(self.number, self.closed, lambda: (f"{here}, at its end", ()))
+
+    def _waiting_for(self, index: int, here: str, since: float) -> Waiting:
+        def where() -> tuple[str, Sequence[int]]:
+            step, peers = self.describe(index)
+            return f"{here} {step}", peers
+
+        return Waiting(self.number, since, where)
 
 
 def _is_over(post: Post) -> bool:
@@ -112,9 +116,9 @@ class Waiting:
     """Where this rank waits, for whom, and since when."""
 
     number: int
-    at: str
-    waits_for: tuple[int, ...]
     since: float
+    where: Callable[[], tuple[str, Sequence[int]]]
+    """The step, and the ranks that it waits for; to say so may take milliseconds."""
 
 
 class Watchdog:
@@ -243,6 +247,7 @@ class Watchdog:
     def report(self) -> Report:
         """What this rank is doing now."""
         _, waiting = self._waiting()
+        at, waits_for = ("", ()) if waiting is None else waiting.where()
         sharings, passes = self.group.counts()
         call, refusal = self.group.latest_call()
         error = self.group.failure()
@@ -254,8 +259,8 @@ class Watchdog:
             hashes={watched.number: watched.history for watched in list(self.passes)[:MOST_HASHES]}
             | dict(list(self.latest)),
             number=0 if waiting is None else waiting.number,
-            at="" if waiting is None else waiting.at,
-            waits_for=() if waiting is None else waiting.waits_for,
+            at=at,
+            waits_for=tuple(waits_for),
             call={name: truncated(value, MAX_VALUE_LENGTH) for name, value in call.must_match.items()},
             holds=call.holds,
             refusal=truncated(refusal, MAX_REFUSAL_LENGTH),

@@ -27,7 +27,7 @@ from mesh_attention.arguments import describe
 from mesh_attention.errors import MaskError, UsageError
 from mesh_attention.integrations.pytorch import as_autocast, with_sinks
 from mesh_attention.sequences import CUTS, LENGTHS, BatchRow, find_misplaced, read_documents, real_tokens
-from mesh_attention.transformers.generation_cache import GenerationCache, Observed
+from mesh_attention.transformers.generation_cache import Observed
 from mesh_attention.transformers.masks import DECODING, BatchMask, read_band, refuse_own_mask
 from mesh_attention.transformers.models import least_end, refuse_rotary
 
@@ -150,20 +150,11 @@ class ModelAttention:
         """The kinds of calls that it was tried with, and why it refuses padding on the left, if it does."""
         self.observed: dict[object, Observed] = {}
         """Its layers as a cache sees them, by dtype and device."""
-        self.generating: Generating | None = None
+        self.columns_given: int | None = None
+        """The columns of the tokens that the `generate` that runs was given."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelAttention:
         return ModelAttention(self.attention, self.implementation, copy.deepcopy(self.configs, memo))
-
-
-@dataclass
-class Generating:
-    """A `generate` that runs."""
-
-    tokens: int | None
-    """The columns of the tokens that it was given."""
-    cache: GenerationCache | None = None
-    """The cache that it made or was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

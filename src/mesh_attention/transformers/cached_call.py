@@ -182,9 +182,7 @@ class _Call:
 
     def _output(self, out: Mapping[str, Any], wanted: Tensor, slots: Sequence[int]) -> Any:
         """A model's output with the logits of all rows, zeros for padding, and nothing of a part of the tokens."""
-        others = [
-            name for name, value in out.items() if name not in ("logits", "past_key_values") and value is not None
-        ]
+        others = [name for name, value in out.items() if name not in KEPT and value is not None]
         if others:
             raise UsageError(
                 f"the model returns {', '.join(others)}, which each rank has for its own tokens only; leave out the "
@@ -282,6 +280,10 @@ KNOWN = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")
 TOKENS = ("input_ids", "inputs_embeds")
 ACCEPTED = (*TOKENS, "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+ENCODED = "mm_encoder_outputs"
+"""Images and videos, encoded by `generate`; empty if there are none."""
+KEPT = ("logits", "past_key_values", "rope_deltas")
+"""Outputs that become those of all tokens; `rope_deltas` are of images, and dropped."""
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -325,8 +327,9 @@ def read_new_tokens(inputs: Inputs, *, columns: int, lengths: Sequence[int]) -> 
 
 def _refuse_unknown(inputs: Inputs) -> None:
     for name, value in inputs.items():
-        if name in OUTPUTS and not value:
+        if name in (*OUTPUTS, ENCODED) and not value:
             continue
+        name = "images or videos" if name == ENCODED else name
         if name in OUTPUTS:
             raise UsageError(f"{name} is not supported with a GenerationCache: each rank has its own tokens only")
         if name not in ACCEPTED and value is not None:
@@ -381,9 +384,9 @@ def _check_positions(position_ids: Any, counts: Sequence[int], lengths: Sequence
     is_tensor = isinstance(position_ids, Tensor) and position_ids.dim() in (2, 3)
     if not is_tensor or position_ids.shape[-1] != new or position_ids.shape[-2] not in (1, rows):
         raise UsageError(f"position_ids is {describe(position_ids)}: expected (rows or 1, {new}), one for each token")
-    first = torch.tensor([[length + count - new] for length, count in zip(lengths, counts, strict=True)])
-    due = (first + torch.arange(new)).to(position_ids.device)
-    padding = torch.tensor([[new - count] for count in counts], device=due.device) > torch.arange(new).to(due.device)
+    device = position_ids.device
+    columns, held = torch.arange(new, device=device), torch.tensor([lengths, counts], device=device)[..., None]
+    due, padding = held.sum(0) - new + columns, new - held[1] > columns
     right = ((position_ids == due) | padding).all(-1).view(-1, rows).all(0)
     if bool(right.all()):
         return

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import MaxTimeCriteria
 
-from mesh_attention.errors import DisagreementError, UsageError
+from mesh_attention.errors import UsageError
 from mesh_attention.plan.buffer_sizes import BLOCK_TOKENS
-from mesh_attention.session.agreement import Statement
-from mesh_attention.transformers.attention import Generating, ModelAttention
+from mesh_attention.session.agreement import Statement, summary_of
+from mesh_attention.transformers.attention import ModelAttention
 from mesh_attention.transformers.generation_cache import GenerationCache
 from mesh_attention.units import count
 
@@ -33,19 +33,19 @@ def generate_on_ranks(
 ) -> Any:
     """What `generate` of transformers returns, on every rank."""
     arguments = signature(generate).bind_partial(*args, **kwargs).arguments
-    outer, running = parallel.generating, Generating(tokens=_columns_of(arguments))
-    parallel.generating = running
+    session, outer = parallel.attention.session, parallel.columns_given
+    parallel.columns_given = _columns_of(arguments)
     try:
-        refuse_arguments(arguments)
-        return generate(*args, **kwargs)
-    except DisagreementError:
-        raise
-    except Exception as error:
-        if running.cache is None or running.cache.is_to_meet:  # the other ranks wait for this one
-            parallel.attention.session.tell(error)
-        raise
+        with session.telling():  # the other ranks wait for this one
+            refuse_arguments(arguments)
+            out = generate(*args, **kwargs)
+            # A rank that stops before the others would leave them waiting in a step.
+            texts = getattr(out, "sequences", out)
+            summary = summary_of(texts) if isinstance(texts, Tensor) else type(texts).__name__
+            session.agree(Statement(must_match={"operation": "the end of generate()", "texts": summary}))
+        return out
     finally:
-        parallel.generating = outer
+        parallel.columns_given = outer
 
 
 def prepare_cache(
@@ -62,17 +62,20 @@ def prepare_cache(
     refuse_settings(settings, str(getattr(mode, "value", mode)))
     rows = batch * max(settings.num_beams or 1, settings.num_return_sequences or 1)
     cache = _cache_for(parallel, model_kwargs.get("past_key_values"))
-    mask, running = model_kwargs.get("attention_mask"), parallel.generating
-    assert running is not None
-    refuse_mask(
-        cache, settings, mask, repeats=mask.shape[0] // batch if mask is not None else 1, columns_given=running.tokens
-    )
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not mask.all() and "position_ids" not in signature(model.forward).parameters:
+        raise UsageError(
+            f"{type(model).__name__} counts padding as positions, because its forward takes no position_ids, and mesh "
+            f"attention leaves padding out; generate from prompts of equal lengths, {INSTEAD}"
+        )
+    repeats = mask.shape[0] // batch if mask is not None else 1
+    refuse_mask(cache, settings, mask, repeats=repeats, columns_given=parallel.columns_given)
     tokens = rows * arguments["max_cache_length"]
     if (settings.num_beams or 1) > 1:
         tokens += rows * parallel.attention.ranks * BLOCK_TOKENS  # a beam that is copied needs a block at once
     cache.expect(tokens=tokens, rows=rows, max_rollback=settings.prompt_lookup_num_tokens or 0)
     share_settings(parallel, settings, model.device)
-    model_kwargs["past_key_values"] = running.cache = cache
+    model_kwargs["past_key_values"] = cache
 
 
 def _cache_for(parallel: ModelAttention, past: object) -> GenerationCache:
@@ -174,6 +177,7 @@ def share_settings(parallel: ModelAttention, settings: Any, device: torch.device
     session = parallel.attention.session
     summary = {"operation": "generate"}
     for name, value in sorted(vars(settings).items()):
+        value = value.tolist() if isinstance(value, Tensor) else value
         is_plain = isinstance(value, bool | int | float | str | list | tuple | dict)
         if is_plain and not name.startswith("_") and name not in NOT_COMPARED:
             summary[name] = str(value)
@@ -192,7 +196,7 @@ def _random_states(device: torch.device) -> list[str]:
 
 
 def _set_random_states(states: list[str], device: torch.device) -> None:
-    tensors = [torch.tensor(list(b64decode(state)), dtype=torch.uint8) for state in states]
+    tensors = [torch.tensor(list(b64decode(state)), dtype=torch.uint8, device="cpu") for state in states]
     torch.set_rng_state(tensors[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(tensors[1], device)

@@ -153,9 +153,9 @@ _KINDS = _kinds()
 def check_meanings() -> None:
     """Refuse a version of transformers whose mask functions mean something else, tested on every pair of a few
     tokens."""
-    tokens, size = torch.arange(6), 6
+    tokens, size = torch.arange(6, device="cpu"), 6
     rows, columns = tokens[None, None, :, None], tokens[None, None, None, :]
-    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device="cpu")
     functions: tuple[MaskFunction, ...] = (
         masking_utils.causal_mask_function,
         masking_utils.bidirectional_mask_function,

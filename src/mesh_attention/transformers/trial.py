@@ -303,7 +303,7 @@ def usual_ids(model: Any, like: Tensor) -> Tensor:
 
 
 def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
 
 
 def _tolerance(tensor: Tensor) -> float:

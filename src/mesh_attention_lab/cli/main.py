@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str, *, code: int = 2) -> int:
-    print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr)
+    # A terminal obeys some characters; a message may have them from a file.
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(message.split()))
+    print(f"{PROGRAM}: error: {line}", file=sys.stderr)
     return code
 
 

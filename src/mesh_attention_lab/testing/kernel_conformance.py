@@ -87,6 +87,31 @@ def documents_are_exact(kernel: Kernel, setting: Setting) -> None:
     _check_masks(kernel, setting, first, _positions(causal() & packed, range(2, n - 2), range(n - 5), n))
 
 
+def documents_stay_apart(kernel: Kernel, setting: Setting) -> None:
+    """Whatever one document has, also NaN and infinities, the others keep their bits, forward and backward.
+
+    Not one of `CHECKS`: kernels whose tiles span documents do not pass it. A dense kernel does in a `PerDocument`.
+    """
+    n = setting.seq_len
+    cuts = [0, n // 2, n // 2 + 3, n]
+    parts = (range(1, n // 3), range(n // 2, n))  # the last begins with the second document
+    packed, causal_packed = documents(cuts), causal() & documents(cuts)
+    whole, some = _positions(packed, range(n), range(n), n), CallMask("positions", causal_packed, parts, parts, n, n)
+    for mask, value, spoiled in product((whole, some), (torch.nan, torch.inf), range(3)):
+        call, runs = _call(mask, setting), []
+        tokens = torch.tensor([token for segment in mask.q for token in segment], device=setting.device)
+        inside = (tokens >= cuts[spoiled]) & (tokens < cuts[spoiled + 1])
+        for is_spoiled in (False, True):
+            q, k, v, do, lse, delta = (x.clone() for x in (*call[:3], call.row.do, call.row.lse, _delta(call)))
+            if is_spoiled:
+                for x in (q, k, v, do, lse, delta):
+                    x[:, :, inside] = value
+            gradients = kernel.backward(q, k, v, RowGradient(do, lse, delta), call.scores)
+            runs.append([x[:, :, ~inside] for x in (*kernel.forward(q, k, v, call.scores), *gradients)])
+        for name, ours, due in zip(("output", "LSE", "dQ", "dK", "dV"), *runs, strict=True):
+            assert torch.equal(ours, due), f"{kernel.name}: {value} of one document reaches the {name} of others"
+
+
 def tokens_in_several_segments_are_exact(kernel: Kernel, setting: Setting) -> None:
     """Tokens such as those of a zigzag shard."""
     n = setting.seq_len
