@@ -309,7 +309,7 @@ def test_under_torchrun_all_ranks_measure_and_one_writes(tmp_path: Path) -> None
 class Rank1:
     """An end of a group of two, whose rank 0 has said something."""
 
-    rank, size = 1, 2
+    rank, size, is_capturable = 1, 2, False
 
     def __init__(self, said: str) -> None:
         self.said = said

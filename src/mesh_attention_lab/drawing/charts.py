@@ -136,7 +136,8 @@ def _set_times(axes: Axes, points: Sequence[ChartPoint]) -> None:
         axes.set_yscale("symlog", linthresh=low)
         axes.set_ylim(0.0, 1.3 * longest)
         subs = (1.0, 2.0, 5.0) if longest < 100 * low else (1.0,)
-        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=low, subs=subs))
+        above = 1.001 * low  # the locator rounds log(1000) / log(10) down to 2
+        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=above, subs=subs))
     axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
     axes.set_ylabel("time")
 
