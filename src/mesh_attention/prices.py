@@ -1,4 +1,4 @@
-"""Prices: seconds of the transfers, kernel calls and merges of a problem on a cluster, and the bytes that these touch.
+"""Prices: seconds of one transfer, exchange, kernel call or merge on a cluster, and the bytes that these touch.
 
 The planner's costs, the tuner's estimates and the simulator are made of them. Rates are those of `topology`; orders and
 overlap are not considered here.

@@ -1,4 +1,4 @@
-"""Rows of a whole batch: packed documents, padding, and the positions of a rank's tokens.
+"""Rows of a whole batch before it is sharded: where documents begin, what is padding, which position a token has.
 
 Everything here describes the whole sequence, before it is sharded, so that it is the same on every rank. It does not
 depend on models and sends nothing. A *real token* is one that is not padding.

@@ -1,4 +1,4 @@
-"""The parts of a cluster: ranks in nodes, links inside and between nodes, and the device of a rank.
+"""`Topology`, a cluster as a value: ranks in nodes, links inside and between nodes, and the device of a rank.
 
 Values only; presets and files are in `clusters`. Rates are sustained payload rates as a program sees them, not those
 of a data sheet. A link serves one transfer at a time, in each direction if it is duplex.

@@ -1,4 +1,4 @@
-"""Lower bounds, for any assignment: seconds of compute, and bytes that an average rank receives."""
+"""Lower bounds that no assignment can beat: seconds of compute, and bytes that an average rank receives."""
 
 from __future__ import annotations
 

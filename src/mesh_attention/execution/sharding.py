@@ -1,4 +1,4 @@
-"""Sharding: a rank's tokens of a whole sequence, the whole sequence from all shards, and position ids."""
+"""Sharding tensors: a rank's tokens of a whole sequence, the whole again from all ranks, and position ids."""
 
 from __future__ import annotations
 

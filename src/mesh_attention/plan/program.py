@@ -1,4 +1,4 @@
-"""The program of one rank: its steps, the turns in which its transfers are posted, and what each step waits for.
+"""The program of one rank: its steps, which transfers are posted together, and what each step waits for.
 
 A *turn* is a set of adjacent sends and receives, posted together. A transport may run its operations strictly in order
 (NCCL does, on one stream): a receive that is posted alone would then hold up the send behind it, and two ranks that do

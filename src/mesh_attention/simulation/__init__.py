@@ -1,1 +1,1 @@
-"""Forecasts of plans on described clusters: simulators of two kinds of plans, and what they share."""
+"""Forecasts of plans on described clusters: one simulator of any plan, and a faster one of uniform plans."""
