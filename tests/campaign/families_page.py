@@ -81,6 +81,11 @@ REASONS = (
         "a layer reads the cached keys of another, or the model returns more than logits; sharded batches are right",
         "generation in one process",
     ),
+    Reason(
+        "code of its own",
+        "with mesh attention: it raised",
+        "the model's own code raises an error with what a rank gives it",
+    ),
 )
 
 FAMILIES = {
