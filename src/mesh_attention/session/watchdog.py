@@ -171,7 +171,7 @@ class Watchdog:
         atexit.unregister(self.stop)
         self.is_over.set()
         self._leave()
-        self.exchange.has_told.wait(2 * TICK_S)
+        self.exchange.has_told.wait(SILENT_S / 2)
         self.exchange.stop()
         for thread in self._threads:
             thread.join(2 * TICK_S)
@@ -187,9 +187,11 @@ class Watchdog:
                 logger.debug("the watchdog could not look", exc_info=True)
             if self.verdict is not None or not self.group.is_alive():
                 break
+        if self.is_over.is_set():
+            return  # `stop` tells the others
         if self.verdict is not None:
             self.exchange.is_over.wait(SILENT_S)  # so that the others hear why
-        elif not self.is_over.is_set():
+        else:
             self._leave()
             self.exchange.has_told.wait(SILENT_S)
         self.exchange.stop()
