@@ -109,6 +109,7 @@ class Ranks:
             size=RANKS,
             store=self.store,
             kind="Gloo",
+            slack_s=0.0,
             settle_s=SOON_S,
             meeting=lambda: None,
             latest_call=lambda: (Statement(), ""),

@@ -270,9 +270,12 @@ def refuse_others(others: dict[str, Any]) -> None:
     )
 
 
-def refuse_decided(options: Collection[str], why: str, *, has_layout: bool = False) -> None:
-    """Refuse options of MeshAttention that the stack of an adapter decides; `has_layout` if it checks that itself."""
-    for name in ("group", "tensor_format") if has_layout else ("group", "tensor_format", "choice", "layout"):
+DECIDED = ("group", "tensor_format", "choice", "layout")
+
+
+def refuse_decided(options: Collection[str], why: str, *, decided: Sequence[str] = DECIDED) -> None:
+    """Refuse options of MeshAttention that the stack of an adapter decides."""
+    for name in decided:
         if name in options:
             raise UsageError(f"{name}= cannot be given here: {why}")
 

@@ -131,9 +131,11 @@ class _Refusals(TorchFunctionMode):
 _MODES: WeakKeyDictionary[MeshAttention, dict[tuple[int, ...], type[_Refusals]]] = WeakKeyDictionary()
 
 
-def _check_arguments(attn_mask: Tensor | None, dropout_p: object) -> None:
+def _check_arguments(attn_mask: object, dropout_p: object) -> None:
     # Each rank judges its part: where one masks something, all raise, because that rank tells the others.
     if attn_mask is not None:
+        if not isinstance(attn_mask, Tensor):
+            raise UsageError(f"attn_mask is {describe(attn_mask)}; expected a tensor")
         if detect_fake_mode() is not None or attn_mask.requires_grad or isinstance(attn_mask, DTensor):
             raise UsageError(
                 "attn_mask cannot be read while a compiler traces, or as a DTensor, and cannot have a gradient under "

@@ -267,7 +267,7 @@ def _check_config(
             f"cuda_graph_impl={config.cuda_graph_impl!r} is not supported: ranks talk about new calls, which a graph "
             "of the layer cannot capture; leave it out, or give MeshCoreAttention cuda_graphs=True"
         )
-    refuse_decided(options, "Megatron decides it; leave it out", has_layout=True)
+    refuse_decided(options, "Megatron decides it; leave it out", decided=("group", "tensor_format"))
 
 
 def _check_call(

@@ -139,7 +139,7 @@ class BlockPool:
             self.free += not self.users[block]
 
     def recount(self, used: Iterable[Sequence[int]]) -> None:
-        """Count anew who uses which blocks, from the blocks of each sequence."""
+        """Recount how many sequences use each block."""
         users = Counter(chain.from_iterable(used))
         self.users = [users[block] for block in range(self.size)]
         self.free = self.users.count(0)

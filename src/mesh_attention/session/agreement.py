@@ -22,7 +22,8 @@ from mesh_attention.errors import DisagreementError, TransportError, UsageError
 from mesh_attention.plan.format import format_numbers
 
 PATIENCE_S = 20.0
-"""Seconds that a rank waits for the others to receive its error. Ranks that repeat a known call never receive it."""
+"""Seconds that a rank waits for the others to receive its error. Ranks that repeat a known call hear of it from the
+watchdog, if there is one."""
 MAX_VALUE_LENGTH = 160
 """Characters of a value in an agreement text; a longer one is truncated, and a hash added."""
 MAX_REFUSAL_LENGTH = 2000

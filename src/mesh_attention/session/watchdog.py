@@ -158,8 +158,12 @@ class Watchdog:
     def explain(self, error: str) -> str | None:
         """Why a pass of this rank failed, as far as the others know; None if nothing was found out in time."""
         self.trouble = self.trouble or error
-        self.decided.wait(STALL_S + 2 * SILENT_S)  # time to ask the others, and to find some of them silent
+        self.decided.wait(STALL_S + 2 * self._silent_s)  # time to ask the others, and to find some of them silent
         return None if self.verdict is None else self.verdict.text
+
+    @property
+    def _silent_s(self) -> float:
+        return SILENT_S + self.group.slack_s
 
     @property
     def is_busy(self) -> bool:
@@ -203,7 +207,7 @@ class Watchdog:
             self._progress = (over, now)
         has_failed, waiting = self._waiting()
         progress = waiting.since if waiting is not None and waiting.number == 0 else self._progress[1]
-        is_stalled = has_failed or now - progress > STALL_S
+        is_stalled = has_failed or now - progress > STALL_S + self.group.slack_s
         if not self._has_told and self.group.failure() is not None:
             self._has_told = True
             self.exchange.tell()  # although nobody asks yet
@@ -220,10 +224,12 @@ class Watchdog:
         is_late = waiting is not None and now - waiting.since > self.group.patience_s()
         asked = self._asked = self._asked or now
         have_answered = len(others.heard) == self.size - 1 and min(others.heard.values()) > asked
-        if now - asked < SILENT_S and not is_late and not have_answered:
+        if now - asked < self._silent_s and not is_late and not have_answered:
             return
-        is_store_silent = now - self.exchange.heard > SILENT_S  # then silence of other ranks says nothing about them
-        silent = [rank for rank, heard in others.heard.items() if now - max(heard, asked) > SILENT_S]
+        is_store_silent = (
+            now - self.exchange.heard > self._silent_s
+        )  # then silence of other ranks says nothing about them
+        silent = [rank for rank, heard in others.heard.items() if now - max(heard, asked) > self._silent_s]
         self.gone = tuple(rank for rank, other in others.reports.items() if _is_gone(other, is_silent=rank in silent))
         if is_store_silent:
             if has_failed or is_late or self.gone:
@@ -232,7 +238,7 @@ class Watchdog:
         verdict = judge(self.report(), others.reports, silent)
         if self.trouble is not None and waiting is None and not verdict.is_certain and not silent:
             verdict = Verdict(self.trouble, verdict.here, True)  # nobody knows more
-        if verdict.is_certain or is_late or (has_failed and (silent or now - asked > SILENT_S)):
+        if verdict.is_certain or is_late or (has_failed and (silent or now - asked > self._silent_s)):
             self._give_up(verdict, silent)
 
     def _waiting(self) -> tuple[bool, Waiting | None]:
@@ -300,6 +306,8 @@ class WatchedGroup:
     """
 
     kind = "Gloo"
+    slack_s = 0.0
+    """Seconds that ranks have besides, before they ask and before they count as silent."""
     settle_s = 0.3
     """Seconds for which a rank that gives up waits for the others to give up too, before it aborts."""
 
@@ -359,12 +367,15 @@ class WatchedDevice(WatchedGroup):
     """A group over NCCL, and its passes on one device."""
 
     kind = "NCCL"
+    slack_s = 1.0  # first launches of kernels hold Python's global lock
     settle_s = 1.2
 
     def __init__(self, comm: Comm, store: Any, state: GroupState, device: torch.device) -> None:
         super().__init__(comm, store, state)
         self._device, self._poison = device, state.poison(device)
-        self.passes_over = self._poison.passes_over  # type: ignore[method-assign]
+
+    def passes_over(self) -> int:
+        return self._poison.passes_over()
 
     def patience_s(self) -> float:
         return math.inf if (group := self._group()) is None else patience_s(group, self._device, spare_s=3.0)
